@@ -1,1 +1,1 @@
-"""Which layer of one implementation is which of another, inferred from names and shapes only."""
+"""Matches the layers of two implementations, and an optimizer's positions with parameters, by names and shapes only."""

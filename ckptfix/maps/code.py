@@ -1,4 +1,4 @@
-"""A map as a Python function ``convert(state_dict)`` that needs torch and nothing else."""
+"""Generates a Python function ``convert(state_dict)`` from a map; it only needs torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _END = """
 
 
 def python_code(rename_map: RenameMap) -> str:
-    """Return the source of ``convert``. Raises ``UsageError`` if a rule takes more than the keys of the file."""
+    """Return the source of ``convert``. Raises ``UsageError`` if a rule depends on more than the keys of the file."""
     lines = [line for line in parsed(rename_map) if line.rule.label != AMBIGUOUS]
     body = [_HEAD]
     orders = [line.steps.rearrange for line in lines]
@@ -78,7 +78,7 @@ def python_code(rename_map: RenameMap) -> str:
 
 
 def _loop(line: Line) -> Iterator[str]:
-    """Yield the lines for one rule: a loop over the keys that it names."""
+    """Yield the lines of code for a rule: a loop over the keys that it matches."""
     source = {each.name: each for each in line.source.variables}
     loops = [each for each in source.values() if each not in (line.joined, line.stacked)]
     known = {*source, *(each.name for each in (line.parted, line.unstacked) if each)}
@@ -112,7 +112,7 @@ def _loop(line: Line) -> Iterator[str]:
 
 
 def _joined(line: Line, names: dict[str, str]) -> str:
-    """Return the expression for the tensors of the source as one."""
+    """Return the expression that concatenates and stacks the source tensors."""
     own = {**names, **{each.name: name for each, name in ((line.stacked, "number"), (line.joined, "name")) if each}}
     text = f"left.pop({_key(line.source, own)})"
     if line.joined and line.steps.concat:
@@ -153,7 +153,7 @@ def _rearranged(tensor: str, axes: Rearrange) -> str:
 
 
 def _some(line: Line, tensor: str) -> str:
-    """Return the expression for a tensor whose axes change for some texts only."""
+    """Return the expression for a tensor that is rearranged for some texts only."""
     some = line.steps.some
     return f"{_rearranged(tensor, some.axes)} if name in {some.names!r} else {tensor}" if some else tensor
 
@@ -167,7 +167,7 @@ def _split(cut: Cut, count: int) -> str:
 
 
 def _regex(line: Line, names: dict[str, str], stacked: Variable | None = None) -> str:
-    """Return the expression for a regular expression that has groups for the variables, or only for a stacked one."""
+    """Return the expression for a regex with groups for the variables, or only for the stacked one."""
     pieces: list[str] = []
     groups: dict[Variable, int] = {}
     for piece in line.source.pieces:

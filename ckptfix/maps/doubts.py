@@ -1,7 +1,7 @@
-"""What speaks against a match that names, shapes and structure gave: layers that do not move together, siblings that
-could be each other. The label of such a match is lowered, and its parts stay.
+"""Evidence against inferred matches: layers that do not move together, siblings that could be swapped. It lowers the
+label of a match and does not change its parts.
 
-Each doubt is a function with the pair of implementations that it was learnt from."""
+Each kind of doubt is a function that names the implementations in which it occurs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from ckptfix.maps.names import (
 )
 from ckptfix.maps.trees import Label
 
-FEW = 2  # up to this number, layers of one kind do not show by what they have in common which layers they are
+FEW = 2  # up to this number, the common changes of layers of one kind are no evidence
 
 
 def doubt_what_may_differ(inference: Inference, sorted_sides: Sequence[int]) -> None:
-    """Lower the labels of all matches that something speaks against. ``sorted_sides`` (0 the source, 1 the target) have
-    their keys sorted by name, which says nothing about the order of their layers."""
+    """Lower the labels of all doubtful matches. ``sorted_sides`` (0 the source, 1 the target) have keys sorted by name,
+    so that these are no evidence for the order of layers."""
     _doubt_orientation(inference)
     _doubt_rotary(inference)
     _doubt_merged_patches(inference)
@@ -52,7 +52,7 @@ def doubt_what_may_differ(inference: Inference, sorted_sides: Sequence[int]) -> 
 
 
 def _doubt_orientation(inference: Inference) -> None:
-    """Call square matrices likely if no other matrix shows whether one side stores them transposed."""
+    """Lower square matrices to likely if no other matrix shows whether one side stores them transposed."""
     matrices = {key: shape for key, shape in inference.target.items() if len(shape) == 2 and key in inference.matches}
     if any(rows != columns and 1 not in (rows, columns) for rows, columns in matrices.values()):
         return
@@ -62,9 +62,9 @@ def _doubt_orientation(inference: Inference) -> None:
 
 
 def _doubt_rotary(inference: Inference) -> None:
-    """Call queries and keys ambiguous if only one side has the names of Meta's Llama, as torchtune and gpt-fast do:
-    its rotary embeddings need the rows of a head in another order than those of transformers. The embedding of tokens,
-    whose name shows this, is ambiguous too, so that it is still there when the ambiguous keys are looked at again."""
+    """Mark queries and keys as ambiguous if only one side has the names of Meta's Llama, as torchtune and gpt-fast do:
+    its rotary embeddings need the rows of a head in another order than those of transformers. The token embedding,
+    whose name shows this, is ambiguous too, so that it keeps its name until the others are resolved."""
     if is_metas(inference.source) is is_metas(inference.target):
         return
     turned, signs = [], []
@@ -79,13 +79,13 @@ def _doubt_rotary(inference: Inference) -> None:
 
 
 def is_metas(keys: Iterable[str]) -> bool:
-    """Tell whether keys are those of Meta's Llama, or of what took over its tables and its rotary embeddings."""
+    """Return whether keys are those of Meta's Llama, or of an implementation with its names and rotary embeddings."""
     return any("tok_embeddings" in path or module(path) in ("wq", "wk") for path in map(segments, keys))
 
 
 def _doubt_merged_patches(inference: Inference) -> None:
-    """Call the layers that merge four patches ambiguous if only one side has them in ``stages``, as mmpretrain has:
-    there the patches of a channel are beside each other, elsewhere the channels of a patch."""
+    """Mark the layers that merge four patches as ambiguous if only one side has them in ``stages``, as in mmpretrain:
+    there the four patches of a channel are adjacent, elsewhere the channels of a patch."""
     for key, match in inference.matches.items():
         ours, theirs = segments(match.parts[0].source), segments(key)
         is_merging = "downsample" in theirs and f"{'.'.join(parent(theirs))}.reduction.weight" in inference.target
@@ -94,8 +94,8 @@ def _doubt_merged_patches(inference: Inference) -> None:
 
 
 def _doubt_torn_layers(inference: Inference) -> None:
-    """Call the tensors of a layer ambiguous that do not move together: that of a layer which is stored transposed goes
-    where it would fit the other way round, and one that is alone goes to whatever lacks it."""
+    """Mark the tensors of a layer as ambiguous if they do not move together: a matrix that is stored transposed may be
+    matched with a layer of swapped sizes, and a leftover tensor with any layer that lacks one."""
     moves = {
         key: part.source
         for key, (part, *others) in ((key, match.parts) for key, match in inference.matches.items())
@@ -118,7 +118,7 @@ def _doubt_torn_layers(inference: Inference) -> None:
 
 
 def _are_apart(layers: set[str]) -> bool:
-    """Tell whether layers are several, and not one of which the other is a part."""
+    """Return whether layers are several, and not a layer and its child."""
     shortest = min(layers, key=len, default="")
     return any(layer not in (shortest, f"{shortest}.{layer.rpartition('.')[2]}") for layer in layers)
 
@@ -132,8 +132,8 @@ def _layer(key: str) -> str:
 
 
 def _doubt_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
-    """Call the first two norms of a sorted side ambiguous if they go by other names and cross attention may come first:
-    in DETR ``norm1`` is that of the self attention, in Deformable DETR that of the cross attention."""
+    """Mark the first two norms of a sorted side as ambiguous if their names change and cross attention may come first:
+    ``norm1`` belongs to self-attention in DETR, but to cross attention in Deformable DETR."""
     fronts = [
         crosses_first(map(segments, side)) if at in sorted_sides else {}
         for at, side in enumerate((inference.source, inference.target))
@@ -147,8 +147,8 @@ def _doubt_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
 
 
 def _doubt_torn_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
-    """Call a batch norm ambiguous that goes elsewhere than the convolution which it comes next to on both sides: in the
-    downsampling of ShuffleNet, torchvision has the branches in another order than others."""
+    """Mark a batch norm as ambiguous if it does not move with the convolution that it follows on both sides: in the
+    downsampling of ShuffleNet, torchvision has the branches in another order than other libraries."""
     if sorted_sides:
         return
     after = dict(_followers(inference.source))
@@ -164,7 +164,7 @@ def _doubt_torn_norms(inference: Inference, sorted_sides: Sequence[int]) -> None
 
 
 def _followers(specs: Shapes) -> Iterator[tuple[str, str]]:
-    """Yield the layers of a matrix with the batch norms that come next in the same module."""
+    """Yield the layers with a matrix, each with the batch norm that follows in the same module."""
     sizes: dict[str, int] = {}
     for key, shape in specs.items():
         sizes[_layer(key)] = max(sizes.get(_layer(key), 0), len(shape))
@@ -174,9 +174,9 @@ def _followers(specs: Shapes) -> Iterator[tuple[str, str]]:
 
 
 def _doubt_beside_gaps(inference: Inference) -> None:
-    """Call a key ambiguous if a tensor of its shape is left over on one side that it could be: of the same block, or
-    one whose name fits as well. If the file lacks an embedding, its head has the shape of it; if the target lacks
-    ``bn1``, its ``bn2`` may get it. Layers that move together with those of other blocks only fear their own block."""
+    """Mark a key as ambiguous if a leftover tensor of its shape could take its place: one of the same block, or one
+    whose name fits equally well. If the file lacks an embedding, its head may be matched with it; if the target lacks
+    ``bn1``, its ``bn2`` may get it. For layers that move like those of other blocks, only their own block counts."""
     left: tuple[dict[object, list[str]], ...] = defaultdict(list), defaultdict(list)
     for rivals, specs, keys in zip(
         left, (inference.source, inference.target), (inference.unused, inference.missing), strict=True
@@ -216,8 +216,8 @@ def _doubt_beside_gaps(inference: Inference) -> None:
 
 
 def _doubt_uneven_lists(inference: Inference) -> None:
-    """Call the equal members of a numbered list ambiguous if one of them has no counterpart, as the other side may lack
-    any of them, or if their layers do not move in step: to the same layers of members that are as far apart."""
+    """Mark the equal members of a numbered list as ambiguous if one of them has no counterpart, because the other side
+    may lack any of them, or if their layers do not move in step: to the same layers of equally spaced members."""
     images: tuple[dict[str, list[str]], ...] = defaultdict(list), defaultdict(list)
     for key, match in inference.matches.items():
         for part in match.parts:
@@ -243,7 +243,7 @@ def _doubt_uneven_lists(inference: Inference) -> None:
 
 
 def _members(keys: Iterable[str]) -> dict[Path, dict[Path, str]]:
-    """Return the keys in each numbered module, by their path inside of it."""
+    """Return the keys in each numbered module, by their path inside it."""
     members: dict[Path, dict[Path, str]] = defaultdict(dict)
     for key in keys:
         path = segments(key)
@@ -254,7 +254,7 @@ def _members(keys: Iterable[str]) -> dict[Path, dict[Path, str]]:
 
 
 def _ranks(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
-    """Return the place of each numbered module in its list, and the length of the list."""
+    """Return the index of each numbered module in its list, and the length of the list."""
     lists: dict[tuple[Path, str], list[Path]] = defaultdict(list)
     for path in paths:
         lists[path[:-1], template(path[-1])].append(path)
@@ -270,10 +270,10 @@ def _in_step(
     places: Sequence[tuple[int, int]],
     others: Mapping[Path, tuple[int, int]],
 ) -> bool:
-    """Tell whether equal modules, given as what each of their tensors becomes, have counterparts that are equal, too,
-    and at the same places if the lists are of one length, forwards or backwards.
+    """Return whether equal modules, given as what each of their tensors becomes, have equal counterparts, and at the
+    same indices if the lists have the same length, forwards or backwards.
 
-    Those of ``attn1`` and ``attn2`` may have names of their own."""
+    The counterparts of ``attn1`` and ``attn2`` may have different names."""
     if any(2 * sum(not keys for keys in each.values()) > len(each) for each in members):
         return False
     owners: dict[Path, int] = {}
@@ -305,16 +305,16 @@ def _in_step(
 
 
 def _doubt_exchanges(inference: Inference) -> None:
-    """Call two keys ambiguous that would be exchanged though both sides have both names, and they fit as they are."""
+    """Mark two keys as ambiguous if they would be swapped although both sides have both names with fitting shapes."""
     sources = inference.single_sources
     exchanged = (key for key, source in sources.items() if source != key and sources.get(source) == key)
     inference.doubt(key for key in exchanged if _squeezed(inference.source[key]) == _squeezed(inference.target[key]))
 
 
 def _doubt_broken_lists(inference: Inference, sorted_sides: Sequence[int]) -> None:
-    """Call a layer that leaves its list for a name without a number ambiguous, and those of its shape that keep their
-    names, if the side where it has left is sorted. SAM has ``layers.{0,1,2}``, and transformers ``proj_in``,
-    ``layers.0`` and ``proj_out``: its ``layers.0`` is another one."""
+    """Mark a layer as ambiguous if it moves from a list to a name without a number on a sorted side, and so the layers
+    of its shape that keep their names. SAM has ``layers.{0,1,2}``, and transformers has ``proj_in``, ``layers.0`` and
+    ``proj_out``: its ``layers.0`` is another layer."""
     kept: dict[tuple[str, Shape], list[str]] = defaultdict(list)
     for key, match in inference.matches.items():
         if len(match.parts) == 1 and match.parts[0].source == key and (own := _list_of(key)):
@@ -331,8 +331,8 @@ def _doubt_broken_lists(inference: Inference, sorted_sides: Sequence[int]) -> No
 
 
 def _doubt_other_places(inference: Inference) -> None:
-    """Call the layers of a numbered list likely, and not certain, if they do not come in its order on the other side,
-    forwards or backwards: each side may lack another one of them."""
+    """Lower the layers of a numbered list to likely if they are not in its order on the other side, forwards or
+    backwards: each side may lack different layers."""
     lists: dict[tuple[str, ...], list[tuple[int, ...]]] = defaultdict(list)
     sources = inference.single_sources
     for key, source in sources.items():
@@ -346,7 +346,7 @@ def _doubt_other_places(inference: Inference) -> None:
 
 
 def _list_of(key: str) -> str:
-    """Return the key of a layer that only has a number in its list, without this number; that of another is empty."""
+    """Return the key with ``#`` for the number of its layer, if the layer is directly in a list; else empty."""
     *front, number, end = ("", *key.split("."))
     return ".".join((*front, "#", end)) if number.isdigit() else ""
 
@@ -356,18 +356,18 @@ def _squeezed(shape: Shape) -> Shape:
 
 
 def _block(key: str) -> tuple[str, ...]:
-    """Return the module that has the layer of a tensor."""
+    """Return the path of the module that contains the tensor's layer."""
     path = segments(key)
     return path[:-2] if path[-1] in STATISTICS else parent(path)
 
 
 def _common(keys: Collection[str]) -> set[str]:
-    """Return the concepts that most keys have: ``model`` says nothing."""
+    """Return the concepts that most keys have, such as ``model``, which do not distinguish keys."""
     counts = Counter(concept for key in keys for concept in bag(segments(key)))
     return {concept for concept, number in counts.items() if 2 * number > len(keys)}
 
 
 def _alike(source: str, key: str, common: Collection[str]) -> float:
-    """Return the share of concepts that two names have in common, without those that most names have."""
+    """Return the similarity of two names by concepts, ignoring ``common`` ones."""
     one, other = (bag(segments(name)) for name in (source, key))
     return similarity(one, other, {concept: float(concept not in common) for concept in one | other})

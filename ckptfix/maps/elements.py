@@ -1,7 +1,6 @@
-"""A tensor as the elements of others: what is moved, split, joined or seen in another shape still says where each of
-its elements comes from.
+"""Symbolic tensors that track where each element comes from while they are moved, split, joined and reshaped.
 
-The steps of a map and the loaders of libraries are both followed like this, and no value is read."""
+The steps of a map and the loaders of libraries are both traced this way, without reading any value."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, Shape, extent, merged
 
-# An axis as the axes of the source that it consists of: size and stride of each, the outermost first.
+# An axis as a product of source axes: size and stride of each, the outermost first.
 Axis = tuple[tuple[int, int], ...]
-MOST = 1 << 16  # pieces that one is cut into by another shape: no map that anyone writes has so many
+MOST = 1 << 16  # pieces into which a reshape may divide one; real maps have far fewer
 
 
 class UntraceableError(NotImplementedError, ValueError):
-    """What was done to a tensor does not only move its elements."""
+    """An operation on a tensor does more than move elements."""
 
 
 class Piece(Struct, frozen=True):
-    """Elements of a key of the file, and where the box that they fill begins."""
+    """Elements of the key ``source``, and the start of the box that they fill (``place``)."""
 
     source: str
     place: Shape
@@ -36,7 +35,7 @@ class Piece(Struct, frozen=True):
         return tuple(map(_size, self.axes))
 
     def sliced(self, axis: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield what is within two places of an axis, for a tensor that begins at the first of them."""
+        """Yield the elements from ``start`` to ``stop`` of an axis, with places relative to ``start``."""
         begin = self.place[axis]
         first, last = max(start - begin, 0), min(stop - begin, _size(self.axes[axis]))
         if first < last:
@@ -46,7 +45,7 @@ class Piece(Struct, frozen=True):
                 yield Piece(self.source, place, axes, self.offset + offset)
 
     def viewed(self, groups: Sequence[tuple[slice, slice]], before: Shape, after: Shape) -> Iterator[Piece]:
-        """Yield the elements in another shape with the same order of all."""
+        """Yield the elements reshaped from ``before`` to ``after``; ``groups`` pairs axes of equal numel."""
         found = [list(_reshaped(self.place[a], self.axes[a], before[a], after[b])) for a, b in groups]
         if prod(map(len, found)) > MOST:
             raise UntraceableError("it falls into too many pieces")
@@ -56,7 +55,7 @@ class Piece(Struct, frozen=True):
             yield Piece(self.source, place, axes, self.offset + sum(offset for *_, offset in parts))
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        """Yield the parts of the source, which has this shape, that the piece consists of: one for each box of it."""
+        """Yield the parts of the source, whose shape is given, that make up the piece: one for each box in it."""
         factors = [factor for axis in self.axes for factor in axis]
         axis_of = [at for at, axis in enumerate(self.axes) for _ in axis]
         order = sorted(range(len(factors)), key=lambda at: -factors[at][1])
@@ -66,7 +65,7 @@ class Piece(Struct, frozen=True):
             own = [at for at in left if stride <= factors[at][1] < stride * size] if size > 1 else []
             left = [at for at in left if at not in own]
             for at in reversed(own):
-                if factors[at][1] != expected:  # every second row is many boxes
+                if factors[at][1] != expected:  # not one box, as with every second row
                     outer = next(each for each in reversed(own) if factors[each][1] >= expected)
                     yield from (each for piece in self._along(axis_of[outer]) for each in piece.parts(shape))
                     return
@@ -84,7 +83,7 @@ class Piece(Struct, frozen=True):
         yield normal(part)
 
     def _along(self, axis: int) -> Iterator[Piece]:
-        """Take the piece apart along the outermost factor of an axis."""
+        """Split the piece along the outermost factor of an axis."""
         (size, stride), *rest = self.axes[axis]
         axes = (*self.axes[:axis], tuple(rest), *self.axes[axis + 1 :])
         for index in range(size):
@@ -99,7 +98,8 @@ def _size(axis: Axis) -> int:
 
 
 def _cut(axis: Axis, start: int, stop: int) -> Iterator[tuple[int, int, Axis]]:
-    """Yield the ranges of an axis between two places: where each begins there, and its offset in the source."""
+    """Yield the ranges of an axis from ``start`` to ``stop``: the start of each, its offset in the source, and its
+    factors."""
     at = 0
     for box in boxes_of(start, stop, [size for size, _ in axis]):
         factors = tuple((end - begin, stride) for (begin, end), (_, stride) in zip(box, axis, strict=True))
@@ -108,7 +108,7 @@ def _cut(axis: Axis, start: int, stop: int) -> Iterator[tuple[int, int, Axis]]:
 
 
 def boxes_of(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
-    """Take a range of an axis apart into boxes of the axes that it consists of."""
+    """Split a range of an axis into boxes of the axes of these ``sizes`` that it is a product of."""
     if not sizes:
         return [()]
     inner = prod(sizes[1:])
@@ -130,7 +130,7 @@ def boxes_of(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[tuple[in
 def _reshaped(
     place: Shape, axes: Sequence[Axis], before: Shape, after: Shape
 ) -> Iterator[tuple[Shape, list[Axis], int]]:
-    """Yield what a box of some axes is in others of the same elements: places, axes and the offset of each box."""
+    """Yield the boxes that a box becomes in a reshape from ``before`` to ``after``: place, axes and offset of each."""
     sizes = [_size(axis) for axis in axes]
     first = next((at for at in reversed(range(len(sizes))) if sizes[at] != before[at]), 0)  # all after it are whole
     if prod(sizes[:first]) > MOST:
@@ -146,7 +146,7 @@ def _reshaped(
 
 
 def _boxed(start: int, factors: Axis, offset: int, shape: Shape) -> Iterator[tuple[Shape, list[Axis], int]]:
-    """Yield a run of elements that begins somewhere in a shape as boxes of it."""
+    """Yield the boxes of ``shape`` that a run of elements from ``start`` on fills."""
     boxes = boxes_of(start, start + _size(factors), shape)
     if len(boxes) == 1:
         begins, sizes = tuple(begin for begin, _ in boxes[0]), [end - begin for begin, end in boxes[0]]
@@ -161,7 +161,7 @@ def _boxed(start: int, factors: Axis, offset: int, shape: Shape) -> Iterator[tup
 
 
 def _regrouped(factors: Axis, sizes: Sequence[int]) -> Iterator[Axis]:
-    """Yield the axes of these sizes that the factors of others make."""
+    """Yield the axes of these sizes, made from ``factors``."""
     left = [factor for factor in factors if factor[0] != 1]
     for size in sizes:
         axis = []
@@ -178,7 +178,7 @@ def _regrouped(factors: Axis, sizes: Sequence[int]) -> Iterator[Axis]:
 
 
 def _groups(before: Shape, after: Shape) -> list[tuple[slice, slice]]:
-    """Return the shortest runs of axes with the same number of elements on both sides."""
+    """Return the shortest groups of axes with the same number of elements in both shapes."""
     groups, at, to = [], 0, 0
     while at < len(before) or to < len(after):
         start, begin = at, to
@@ -193,7 +193,7 @@ def _groups(before: Shape, after: Shape) -> list[tuple[slice, slice]]:
 
 
 class Elements(Struct, frozen=True):
-    """A tensor of this shape, and the pieces of others that fill it, as far as they are known."""
+    """A tensor of this shape, and the pieces of other tensors that fill it, as far as known."""
 
     shape: Shape
     pieces: tuple[Piece, ...] = ()
@@ -207,7 +207,7 @@ class Elements(Struct, frozen=True):
 
     @classmethod
     def joined(cls, tensors: Sequence[Elements], axis: int = 0) -> Elements:
-        """Return tensors one after another along an axis."""
+        """Concatenate tensors along an axis."""
         pieces, start = list[Piece](), 0
         for tensor in tensors:
             for each in tensor.pieces:
@@ -219,11 +219,11 @@ class Elements(Struct, frozen=True):
 
     @classmethod
     def stacked(cls, tensors: Sequence[Elements], axis: int = 0) -> Elements:
-        """Return tensors along a new axis."""
+        """Stack tensors along a new axis."""
         return cls.joined([each.viewed((*each.shape[:axis], 1, *each.shape[axis:])) for each in tensors], axis)
 
     def permuted(self, order: Sequence[int]) -> Elements:
-        """Return the axes in another order."""
+        """Return the tensor with its axes permuted."""
         pieces = (
             replace(each, place=tuple(each.place[at] for at in order), axes=tuple(each.axes[at] for at in order))
             for each in self.pieces
@@ -231,12 +231,12 @@ class Elements(Struct, frozen=True):
         return Elements(tuple(self.shape[at] for at in order), tuple(pieces))
 
     def viewed(self, shape: Shape) -> Elements:
-        """Return another shape with the same order of elements."""
+        """Return the tensor reshaped."""
         groups = _groups(self.shape, shape)
         return Elements(shape, tuple(own for each in self.pieces for own in each.viewed(groups, self.shape, shape)))
 
     def sliced(self, axis: int, start: int, stop: int) -> Elements:
-        """Return what is within two places of an axis."""
+        """Return the elements from ``start`` to ``stop`` of an axis."""
         shape = (*self.shape[:axis], max(stop - start, 0), *self.shape[axis + 1 :])
         return Elements(shape, tuple(each for piece in self.pieces for each in piece.sliced(axis, start, stop)))
 
@@ -245,23 +245,23 @@ class Elements(Struct, frozen=True):
         return [self.sliced(axis, start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
     def selected(self, axis: int, index: int) -> Elements:
-        """Return what is at one place of an axis, without this axis."""
+        """Return the tensor at an index of an axis, without this axis."""
         return self.sliced(axis, index, index + 1).viewed((*self.shape[:axis], *self.shape[axis + 1 :]))
 
     def parts(self, shapes: Mapping[str, Shape]) -> tuple[Part, ...]:
-        """Return the parts of the tensors of these shapes that it consists of."""
+        """Return the tensor as parts of its source tensors, whose shapes are given by key."""
         return merged(part for piece in self.pieces for part in piece.parts(shapes[piece.source]))
 
 
 def normal(part: Part) -> Part:
-    """Return the part with the fewest axes."""
+    """Return the same part with as few axes as possible."""
     if not part.axes:
         return replace(part, view=())
     seen = part.view or extent(part.box)
     kept = [axis for axis, size in enumerate(seen) if size != 1]
     order, shape = [kept.index(axis) for axis in part.axes if axis in kept], [seen[axis] for axis in kept]
     at = 0
-    while at + 1 < len(order):  # neighbours that stay neighbours are one axis
+    while at + 1 < len(order):  # merge axes that stay adjacent
         axis = order[at]
         if order[at + 1] == axis + 1:
             shape[axis : axis + 2] = [shape[axis] * shape[axis + 1]]

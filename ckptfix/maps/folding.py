@@ -1,4 +1,4 @@
-"""Fold an inferred map into rules: one for all layers of a stack, for weight and bias, and for what is split."""
+"""Folds an inferred map into rules: one for all layers of a stack, for weight and bias, and for split tensors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ckptfix.maps.patterns import parse
 from ckptfix.maps.resolving import Line, Shapes
 
 _DIGITS = re.compile(r"\d+")
-MANY = 4  # rather than more rules than this for the layers of one kind, one rule lists their numbers
+MANY = 4  # if the layers of one kind need more rules than this, one rule lists their numbers instead
 
 LETTERS = "nmklijpqrstuvwxyz"
 
 
 class _Instance(Struct, frozen=True):
-    """Tensors of the source that become tensors of the target, with nothing else involved."""
+    """Tensors of the source that become tensors of the target, independently of all others."""
 
     source: str
-    target: str  # keys as patterns: lists in braces for what is joined and split, and ``{e}`` for what is stacked
+    target: str  # patterns of keys: lists in braces for concat and split, ``{e}`` for stack and unstack
     steps: tuple[str, ...]
     keys: tuple[str, ...]  # the keys of the target
 
@@ -44,9 +44,9 @@ class _Instance(Struct, frozen=True):
 
 
 def fold(inference: Inference) -> RenameMap:
-    """Return the rules for what changes in an inferred map; each rule gives exactly the parts that were inferred.
+    """Return the rules for the keys that change in an inferred map; they give exactly the inferred parts.
 
-    What no rule can say is among the missing keys."""
+    Keys that no rule can express are among the missing ones."""
     source, target = inference.source, inference.target
     moved = {
         key: match
@@ -58,7 +58,7 @@ def fold(inference: Inference) -> RenameMap:
     found = {tuple(keys): _instance(keys, moved, source, target) for keys in components}
     rules = list(_rules(instance for instance in found.values() if instance is not None))
     exact: dict[int, list[tuple[MapRule, list[_Instance]]]] = {}
-    taken: dict[int, set[str]] = defaultdict(set)  # what the rules with that many variables name
+    taken: dict[int, set[str]] = defaultdict(set)  # keys matched by the rules with that many variables
     for at in sorted(range(len(rules)), key=lambda at: Line.parse(rules[at][0]).width):
         exact[at] = list(_exact(*rules[at], inference, taken))
         for line in (Line.parse(rule) for rule, _ in exact[at]):
@@ -69,7 +69,7 @@ def fold(inference: Inference) -> RenameMap:
 
 
 def _components(moved: Mapping[str, Match]) -> Iterator[list[str]]:
-    """Yield the keys of the target that share sources, together."""
+    """Yield the connected components of the target's keys that share sources."""
     users: dict[str, list[str]] = defaultdict(list)
     for key, match in moved.items():
         for part in match.parts:
@@ -88,7 +88,7 @@ def _components(moved: Mapping[str, Match]) -> Iterator[list[str]]:
 
 
 def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, target: Shapes) -> _Instance | None:
-    """Return how a component comes about, None if no steps do what was inferred."""
+    """Return a component with its steps, None if no steps give the inferred parts."""
     parts = {key: moved[key].parts for key in keys}
     sources = list(dict.fromkeys(part.source for pieces in parts.values() for part in pieces))
     own, wanted = {key: source[key] for key in sources}, {key: target[key] for key in keys}
@@ -109,7 +109,7 @@ def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, targe
 def _candidates(
     sources: list[str], keys: list[str], parts: Mapping[str, tuple[Part, ...]], source: Shapes, target: Shapes
 ) -> Iterator[tuple[Steps, list[list[str]], list[list[str]]]]:
-    """Yield what could be the steps, with the keys of both sides by their number in a stack and their place."""
+    """Yield candidate steps, with the keys of both sides by number in a stack and by place."""
     first = parts[keys[0]][0]
     turned = all(part.axes == (1, 0) and not part.view for pieces in parts.values() for part in pieces)
     some = None
@@ -147,7 +147,7 @@ def _candidates(
 
 
 def _some(parts: Mapping[str, tuple[Part, Shape, Shape]]) -> Some | None:
-    """Return the axes that some of the keys have in another order, if it is one order for all of these."""
+    """Return the rearrangement that some of the keys share, None if they need different ones."""
     with suppress(ValueError):
         orders = {key: _permuted(*each) for key, each in parts.items() if each[0].axes}
         if len(set(orders.values())) == 1:
@@ -156,7 +156,7 @@ def _some(parts: Mapping[str, tuple[Part, Shape, Shape]]) -> Some | None:
 
 
 def _cuts(boxes: list[Box], keys: list[str], ndims: set[int]) -> Iterator[tuple[bool, Cut | None, list[list[str]]]]:
-    """Yield whether boxes are a stack and how they are cut, with their keys by number and place."""
+    """Yield whether the boxes are a stack and how they are divided, with their keys by number and place."""
     differ = [axis for axis in range(len(boxes[0])) if len({box[axis] for box in boxes}) > 1]
     is_stack = differ[:1] == [0] and ndims == {len(boxes[0]) - 1}
     rows = [list(range(len(boxes)))]
@@ -172,8 +172,8 @@ def _cuts(boxes: list[Box], keys: list[str], ndims: set[int]) -> Iterator[tuple[
 
 
 def _permuted(part: Part, shape: Shape, wanted: Shape) -> Rearrange:
-    """Return the axes for a part that is a whole tensor seen in another shape, perhaps with its axes in another order.
-    Raises ``ValueError`` if the axes of one side are not made of those of the view."""
+    """Return the rearrangement for a part that is a whole tensor, reshaped and perhaps permuted. Raises ``ValueError``
+    if the axes of either side are not products of those of the view."""
     factors = [[size] if size > 1 else [] for size in part.view or shape]
     axes = part.axes or range(len(factors))
 
@@ -197,7 +197,7 @@ def _permuted(part: Part, shape: Shape, wanted: Shape) -> Rearrange:
         return groups
 
     grouped(range(len(factors)), shape)
-    grouped(axes, wanted)  # may divide what is one axis for the other side
+    grouped(axes, wanted)  # may divide axes of the first, so that is computed again
     sides = grouped(range(len(factors)), shape), grouped(axes, wanted)
     names = dict(zip((each for group in sides[0] for each in group), "abcdefghijklmnop", strict=False))
     sizes = [(names[at, number], factors[at][number]) for group in sides[0] for at, number in group[1:]]
@@ -216,7 +216,7 @@ def _named(grid: list[list[str]], is_stack: bool) -> str:
     numbers = [_numbers(row) for row in rows]
     place = next((at for at, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1), -1)
     found = list(_DIGITS.finditer(rows[0]))[place]
-    number = f"{{e+{found[0]}}}" if int(found[0]) else "{e}"  # experts of a second kind may be numbered on
+    number = f"{{e+{found[0]}}}" if int(found[0]) else "{e}"  # the numbers of a second kind of experts may continue
     return f"{rows[0][: found.start()]}{number}{rows[0][found.end() :]}"
 
 
@@ -256,7 +256,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _put(text: str, values: Sequence[str]) -> str:
-    """Return the pattern with other texts in the place of its numbers."""
+    """Return the pattern with its numbers replaced by texts."""
     pieces, end = [], 0
     for found, value in zip(_outside(text), values, strict=True):
         pieces += [text[end : found.start()], value]
@@ -268,7 +268,8 @@ def _put(text: str, values: Sequence[str]) -> str:
 
 
 def _fitted(instances: list[_Instance]) -> Iterator[tuple[MapRule, list[_Instance]]]:
-    """Yield the rules for the instances of one template: one, if the numbers of one side follow from the other's."""
+    """Yield the rules for the instances of a template; one is enough if the numbers of one side follow from the
+    other's."""
     ours, theirs = _columns(instances)
     texts = [[str(column[0]) for column in side] for side in (ours, theirs)]
     names = iter(LETTERS)
@@ -300,8 +301,8 @@ def _fitted(instances: list[_Instance]) -> Iterator[tuple[MapRule, list[_Instanc
 
 
 def _in_lists(instances: Sequence[_Instance]) -> MapRule | None:
-    """Return the rule with a list on each side, ``layer.{0,1,2,3}`` and ``blocks.{0.0,0.1,1.0,1.1}``, for
-    instances whose numbers follow from nothing; None if a list would say something else."""
+    """Return a rule with a list on each side, ``layer.{0,1,2,3}`` and ``blocks.{0.0,0.1,1.0,1.1}``, for instances whose
+    numbers have no formula; None if a list cannot express them."""
     one = instances[0]
     source, target = (_joined(side) for side in zip(*((each.source, each.target) for each in instances), strict=True))
     is_flat = source.count("{") == target.count("{") == 1
@@ -329,7 +330,7 @@ def _relation(ours: Sequence[int], theirs: Sequence[int], name: str) -> tuple[st
 def _divided(
     instances: list[_Instance], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
 ) -> Iterator[list[_Instance]]:
-    """Yield the instances in groups, by the number with the fewest values."""
+    """Yield the instances grouped by the number with the fewest distinct values."""
     columns = [column for column in (*ours, *theirs) if len(set(column)) > 1]
     column = min(columns, key=lambda column: len(set(column)))
     for value in dict.fromkeys(column):
@@ -347,7 +348,7 @@ def _rules(instances: Iterable[_Instance]) -> Iterator[tuple[MapRule, list[_Inst
 
 
 def _with_endings(rules: Iterable[tuple[MapRule, list[_Instance]]]) -> Iterator[tuple[MapRule, list[_Instance]]]:
-    """Put rules together that differ in the last segment of both keys only: ``.weight`` and ``.bias``."""
+    """Merge rules that differ only in the last segment of both keys: ``.weight`` and ``.bias``."""
     groups: dict[tuple[object, ...], list[tuple[str, MapRule, list[_Instance]]]] = {}
     for rule, instances in rules:
         last, end = segments(rule.source)[-1], segments(rule.target)[-1]
@@ -369,7 +370,7 @@ def _with_endings(rules: Iterable[tuple[MapRule, list[_Instance]]]) -> Iterator[
 def _exact(
     rule: MapRule, instances: list[_Instance], inference: Inference, taken: Mapping[int, set[str]]
 ) -> Iterator[tuple[MapRule, list[_Instance]]]:
-    """Yield the rule, or several that are narrower if it would move more than was inferred."""
+    """Yield the rule, or several narrower ones if it would move more than was inferred."""
     line = Line.parse(rule)
     narrower = set[str]().union(*(keys for width, keys in taken.items() if width < line.width))
     left = {key: shape for key, shape in inference.source.items() if key not in narrower and line.source.matches(key)}

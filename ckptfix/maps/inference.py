@@ -1,4 +1,4 @@
-"""Infer which layers of one implementation are which of another one, from names, shapes, order and structure."""
+"""Infers the map between the layers of two implementations from names, shapes, order and structure."""
 
 from __future__ import annotations
 
@@ -37,38 +37,37 @@ if TYPE_CHECKING:
     from ckptfix.core.target import Converter
 
 ORDER_WEIGHT = 0.6
-SORTED_WEIGHT = 0.12  # keys sorted by name say less about the order of the layers
+SORTED_WEIGHT = 0.12  # keys sorted by name say little about the order of the layers
 
 SORTED_UP_TO = 10
-"""Keys are sorted if only one in this many is before its predecessor by name; in a model's own order, half are."""
+"""Keys count as sorted if at most one in this many is out of order; in a model's own order, half are."""
 
 Converters = tuple["Converter | None", "Converter | None"]
-"""Those of the model that the file is from, and of the target."""
+"""The converter of the model that the file is from, and that of the target."""
 
-CONVERTED = 0.75  # the share of the target that a library's own loader has to fill: else the file is not one of its own
+CONVERTED = 0.75  # minimum share of the target that a library's own loader has to fill for files that it supports
 
-SAME_NUMBERS = 0.2  # what equal numbers add to the likeness of two names
+SAME_NUMBERS = 0.2  # added to the similarity of two names for equal numbers
 
 COUNTER = "num_batches_tracked"
 
 ROTATED = ({"wq", "q_proj"}, {"wk", "k_proj"})
-"""Layers of Meta's Llama and of transformers: their rows have another order, which depends on the size of the heads."""
-
+"""Layers of Meta's Llama and of transformers, whose rows have different orders that depend on the size of the heads."""
 
 BY_HEAD = frozenset({"query_key_value", "linear_qkv", "wqkv", "attn"})
 """Names of Megatron, GPT-NeoX, BLOOM, Falcon, InternLM2 and litgpt before it said ``qkv``."""
 
-CHATGLM = ("transformer", "encoder")  # where ChatGLM has its layers; it uses such a name with all queries first
+CHATGLM = ("transformer", "encoder")  # path of ChatGLM's layers, which use such a name with all queries first
 
 OTHER_ORDER = ("qkv_proj", ("self_attn_layer_norm", "mlp.fc_in"))
-"""A module of vLLM with the queries first, and what is beside it where it has another order: metaseq's OPT has the keys
-first, and CodeGen a row of queries, values and keys for each of four devices."""
+"""A module of vLLM with the queries first, and its siblings if it has another order: metaseq's OPT has the keys first,
+and CodeGen has queries, values and keys for each of four devices."""
 
 
 def infer(source: Shapes, target: Shapes, without: frozenset[Choice] = frozenset()) -> Inference:
-    """Return the map from the keys of ``source`` to those of ``target``, both in the order of their file or model.
+    """Infer the map from the keys of ``source`` to those of ``target``, both in the order of their file or model.
 
-    ``without`` are choices of another map between them that were wrong."""
+    ``without`` are choices that the map must not make."""
     used = ([key for key in side if key.rpartition(".")[2] not in STATISTICS] for side in (source, target))
     ours, weight = _leaves(source, is_in_order(*used))  # statistics come first in the order of execution
     theirs, other = _leaves(target)
@@ -96,14 +95,15 @@ def infer(source: Shapes, target: Shapes, without: frozenset[Choice] = frozenset
 
 @lru_cache(maxsize=4)
 def cached(source: tuple[tuple[str, Shape], ...], target: tuple[tuple[str, Shape], ...]) -> Inference:
-    """Return the inferred map; that of the files of a zoo which have the same structure is inferred once."""
+    """Return the inferred map, cached for files of a zoo with the same structure."""
     return infer(dict(source), dict(target))
 
 
 def infer_tied(source: Shapes, target: Shapes, tied: Mapping[str, tuple[str, ...]]) -> Inference:
-    """Return the map; ``tied`` has for each name of a tied tensor all of its names. A tensor that could be either of
-    two names is the one that both are names of. Nothing is certain if a layer is left over on either side: shapes do
-    not say whether it is that one which the other side lacks."""
+    """Return the inferred map; ``tied`` has all names of each tied tensor, by each of its names.
+
+    A tensor that could be either of two tied names is matched with the tied tensor. Nothing is certain if a layer is
+    left over on either side, because shapes do not tell whether it is one that the other side lacks."""
     inference = cached(tuple(source.items()), tuple(target.items()))
     found = inference.matches
     doubtful = {key for key in target if key not in found or found[key].label is Label.AMBIGUOUS}
@@ -118,8 +118,8 @@ def infer_tied(source: Shapes, target: Shapes, tied: Mapping[str, tuple[str, ...
 
 
 def converted(source: Shapes, target: Shapes, converters: Converters) -> Inference | None:
-    """Return what the loader of the target's own library makes of the file, or undo what that of the file's model makes
-    of the target; None without such a loader, or if it fills no more of the target than the names do."""
+    """Return the map by the loader of the target's own library, or the inverse of the map by the loader of the file's;
+    None without such a loader, or if it fills no more of the target than equal names do."""
     given, wanted = converters
     kept = [key for key, shape in target.items() if source.get(key) == shape]
     if len(kept) == len(target):
@@ -132,7 +132,7 @@ def converted(source: Shapes, target: Shapes, converters: Converters) -> Inferen
                 if key in target and shape_of(own) == target[key] and all(part.source in source for part in own)
             }
             whole = used_in_full(parts, source)
-            least = min(len(target), len(source))  # a model of more layers is explained by all of the file
+            least = min(len(target), len(source))  # the whole file is enough for a model with more layers
             if len(whole) > len(kept) and len(whole) >= CONVERTED * least:
                 matches = {key: Match(whole[key], Label.CERTAIN) for key in target if key in whole}
                 return Inference(matches, source, target, origin="loader")
@@ -140,9 +140,9 @@ def converted(source: Shapes, target: Shapes, converters: Converters) -> Inferen
 
 
 def spelled(source: Shapes, target: Shapes) -> Inference | None:
-    """Return the map of a file whose names are the target's with underscores or slashes for its dots, perhaps with a
-    word before all of them (``ema_layer1_0_conv1_weight``); None if too few are, or if two names could be the same. A
-    tensor that has such a name keeps it in another shape, too."""
+    """Return the map of a file whose names are the target's with underscores or slashes instead of dots, perhaps with a
+    common prefix (``ema_layer1_0_conv1_weight``); None if too few are, or if two names could be the same. Tensors are
+    matched by name even if their shapes differ."""
     ours, theirs = ({_without_dots(key): key for key in side} for side in (source, target))
     if not theirs or (len(ours), len(theirs)) != (len(source), len(target)):
         return None
@@ -150,7 +150,7 @@ def spelled(source: Shapes, target: Shapes) -> Inference | None:
     maps = [
         {key: ours[front + name] for name, key in theirs.items() if front + name in ours}
         for front in {name.removesuffix(longest) for name in ours if name.endswith(longest)}
-        if not front or front.endswith("_")  # a word, and no part of one
+        if not front or front.endswith("_")  # a whole word
     ]
     fitting = [
         found
@@ -169,9 +169,9 @@ def _without_dots(key: str) -> str:
 
 
 def others(first: Inference, until: float) -> Iterator[Inference]:
-    """Yield the other maps between the two sides, the likeliest first: without one choice of the first, and so on.
+    """Yield alternative maps between the two sides, the likeliest first, by excluding choices of the earlier maps.
 
-    ``until`` is when to stop, by ``time.monotonic``."""
+    ``until`` is the time limit by ``time.monotonic``."""
     seen = [_parts(first)]
     numbers = count()
     heap = [(margin, next(numbers), frozenset([choice])) for choice, margin in first.choices.items()]
@@ -202,17 +202,18 @@ def _leaves(specs: Shapes, is_shown: bool = True) -> tuple[Leaves, float]:
 
 
 def is_in_order(source: Iterable[str], target: Iterable[str]) -> bool:
-    """Tell whether the keys that both sides have come in much the same order.
+    """Return whether the common keys of both sides are in almost the same order.
 
-    A file that was sorted keeps its order if some of its keys are renamed; safetensors sorts each dtype by itself."""
+    The tolerance is for sorted files of which some keys were renamed, and for safetensors, which sorts by dtype
+    first."""
     places = {key: at for at, key in enumerate(target)}
     common = [places[key] for key in source if key in places]
     return SORTED_UP_TO * sum(one > other for one, other in pairwise(common)) <= len(common)
 
 
 def _oriented(source: Leaves, target: Leaves) -> tuple[Leaves, Leaves]:
-    """Take both sides apart, with the source's matrices transposed if more of them then find a partner, or if only one
-    side calls them ``kernel``, as JAX and TensorFlow do."""
+    """Split both sides into leaves, with the source's matrices transposed if more of them then have a partner, or if
+    only one side calls them ``kernel``, as JAX and TensorFlow do."""
     ours, theirs = map(_has_kernels, (source, target))
     if ours != theirs:
         return expanded(flipped(source, ours), target)
@@ -221,19 +222,19 @@ def _oriented(source: Leaves, target: Leaves) -> tuple[Leaves, Leaves]:
 
 
 def _has_kernels(leaves: Leaves) -> bool:
-    """Tell whether the matrices are called ``kernel``, and not only the filters of some layers."""
+    """Return whether the matrices are called ``kernel``, and not only the filters of some layers."""
     ends = {leaf.key.rpartition(".")[2] for leaf in leaves if len(leaf.shape) > 1}
     return "kernel" in ends and "weight" not in ends
 
 
 def _part(source: Leaf, target: Leaf) -> Part:
-    """Return the part; only leaves of the source are ever seen transposed."""
+    """Return the part for a pair of leaves; only leaves of the source are ever transposed."""
     turned = len(source.shape) > 1 and source.axes != tuple(range(len(source.axes)))
     return Part(source.key, source.box, target.box, axes=source.axes if turned else ())
 
 
 def _match(key: str, found: list[tuple[Part, Label, tuple[str, ...]]], source: Shapes, target: Shapes) -> Match | None:
-    """Put the parts of a key together; None if some of it has no source."""
+    """Return the match of a key from its parts; None if some of its elements have no source."""
     if not found or sum(part.numel for part, _, _ in found) != prod(target[key]):
         return None
     parts = merged(part for part, _, _ in found)
@@ -258,14 +259,14 @@ def _match(key: str, found: list[tuple[Part, Label, tuple[str, ...]]], source: S
 
 
 def _is_unnamed_gate(source: str, key: str) -> bool:
-    """Tell whether a gate and what it gates are fused under a name that does not say which of them comes first."""
+    """Return whether gate and up projection are fused under a name that does not say which comes first."""
     named = roles(segments(source)), roles(segments(key))
     return {*named[0], *named[1]} <= {"gate", "up"} and max(map(len, named)) == 1
 
 
 def _is_unordered(names: Mapping[str, Shapes]) -> bool:
-    """Tell whether query, key and value are fused under a name that some libraries use for one after the other, and
-    others for a row of the three of each head or group, or for another order: no shape says which."""
+    """Return whether query, key and value are fused under a name that libraries use for different orders: one after the
+    other, or interleaved by head or group. Shapes do not tell these apart."""
     fused, signs = OTHER_ORDER
     paths = {name: segments(name) for name in names}
     if fused in map(module, paths.values()):
@@ -278,7 +279,7 @@ def _is_unordered(names: Mapping[str, Shapes]) -> bool:
 
 
 def _may_be_permuted(source: str, key: str) -> bool:
-    """Tell whether two layers may hold their rows in another order: if fused, or permuted for RoPE."""
+    """Return whether two layers may have their rows in different orders: if fused, or permuted for RoPE."""
     ours, theirs = segments(source), segments(key)
     named = {*roles(ours), *roles(theirs)}
     fused = len(roles(ours)) > 1 or len(roles(theirs)) > 1
@@ -286,8 +287,8 @@ def _may_be_permuted(source: str, key: str) -> bool:
 
 
 def _hidden_transpose(part: Part, key: str, source: Shapes, target: Shapes) -> bool:
-    """Tell whether a square matrix may move between a bare parameter (``x @ p``) and a linear layer (``x @ w.T``): if
-    only one side calls it a weight, or if it moves into a child of its module and leaves the bias behind."""
+    """Return whether a square matrix may move between a bare parameter (``x @ p``) and a linear layer (``x @ w.T``): if
+    only one side calls it a weight, or if it moves into a child of its module without the bias."""
     shape = target[key]
     square = len(shape) == 2 and shape[0] == shape[1] and not part.axes
     ours, theirs = segments(part.source), segments(key)
@@ -299,10 +300,10 @@ def _hidden_transpose(part: Part, key: str, source: Shapes, target: Shapes) -> b
 
 
 def _turn_like_siblings(inference: Inference) -> None:
-    """Transpose square matrices whose names change as those of matrices do that only fit transposed.
+    """Transpose square matrices whose names change like those of other matrices that only fit transposed.
 
-    The graph convolutions of PyG before 2.0 have ``conv2.weight`` in the order of ``x @ w``, and a linear layer since:
-    ``conv2.lin.weight``."""
+    Graph convolutions of PyG had ``conv2.weight`` in the order of ``x @ w`` before 2.0, and have a linear layer
+    ``conv2.lin.weight`` since."""
     changes: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key, match in inference.matches.items():
         part = match.parts[0]
@@ -319,7 +320,7 @@ def _turn_like_siblings(inference: Inference) -> None:
 
 
 def _change(source: str, key: str) -> tuple[str, str]:
-    """Return what is different of two names from the first segment on that is, without numbers."""
+    """Return the rest of two names from the first segment that differs, without numbers."""
     ours, theirs = source.split("."), key.split(".")
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
     one, other = (re.sub(r"\d+", "", ".".join(path[same:])) for path in (ours, theirs))
@@ -327,8 +328,8 @@ def _change(source: str, key: str) -> tuple[str, str]:
 
 
 def _of_halves(part: Part, key: str, source: Shapes) -> Label:
-    """Return how far the two halves of a layer can be trusted to be in the same order: diffusers exchanges shift and
-    scale where it has the layer in a norm. Names that have nothing in common do not say what the halves are."""
+    """Return the confidence that the two halves of a layer are in the same order: diffusers swaps shift and scale in
+    the layers of norms. Names without a common concept do not identify the halves."""
     ours, theirs = bag(segments(part.source)), bag(segments(key))
     rows, *columns = source.get(f"{part.source.rpartition('.')[0]}.weight") or (0,)  # a weight may be a scalar
     if [rows] != [2 * size for size in columns]:
@@ -339,7 +340,8 @@ def _of_halves(part: Part, key: str, source: Shapes) -> Label:
 
 
 def _is_torn(key: str, inference: Inference) -> bool:
-    """Tell whether a vector comes from a layer whose matrix goes elsewhere, while its own layer has a matrix too."""
+    """Return whether a vector comes from a layer whose matrix goes elsewhere, while its target layer has a matrix
+    too."""
     parts = inference.matches[key].parts
     if len(parts) > 1 or len(inference.target[key]) != 1:
         return False
@@ -352,9 +354,9 @@ def _is_torn(key: str, inference: Inference) -> bool:
 
 
 def _match_leftovers(inference: Inference, kernels: int) -> None:
-    """Match single tensors that differ by a transposition or by flattened axes, where the names agree.
+    """Match single tensors that differ by a transposition or by flattened axes if their names agree.
 
-    ``kernels`` is 1 if only the file has the kernels of JAX, -1 if only the target has."""
+    ``kernels`` is 1 if only the file has the kernels of JAX, -1 if only the target has, else 0."""
     ours = [key for key in inference.unused if len(inference.source[key]) > 1]
     theirs = [key for key in inference.missing if len(inference.target[key]) > 1]
     one, other = [bag(segments(key)) for key in ours], [bag(segments(key)) for key in theirs]
@@ -389,8 +391,9 @@ def _match_leftovers(inference: Inference, kernels: int) -> None:
 
 
 def _reshaped(key: str, shape: Shape, wanted: Shape, kernels: int) -> Part | None:
-    """Return a tensor as one of another shape, None if it cannot be. A matrix of JAX has its inputs first, and either
-    of its axes may be two: ``(inputs, heads, size)`` and ``(heads, size, outputs)`` in attention."""
+    """Return the part that reshapes or transposes a tensor to a shape, None if there is none. A matrix of JAX has its
+    inputs first, and one of its axes may be two: ``(inputs, heads, size)`` and ``(heads, size, outputs)`` in
+    attention."""
     whole = full(shape), full(wanted)
     if len(shape) == len(wanted) == 2:
         return Part(key, *whole, axes=(1, 0)) if shape == wanted[::-1] else None
@@ -404,7 +407,7 @@ def _reshaped(key: str, shape: Shape, wanted: Shape, kernels: int) -> Part | Non
 
 
 def _match_counters(inference: Inference) -> None:
-    """Let the counters of batches follow the running means of their modules."""
+    """Match each ``num_batches_tracked`` like the running mean of its module."""
     for key in inference.target:
         front, _, last = key.rpartition(".")
         match = inference.matches.get(f"{front}.running_mean") if last == COUNTER else None

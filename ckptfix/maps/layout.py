@@ -1,13 +1,13 @@
-"""The steps of a rule: how the tensors of the source are joined, rearranged and taken apart, in this order.
+"""The steps of a rule: how the tensors of the source are joined, rearranged and split, in this order.
 
-    concat            the texts of {q,k,v} one after another: `concat`, `concat 3:1:1` (their shares), `concat dim 1`
-    stack             the numbers of {e} on a new first axis
-    (h d 2) … -> …    the axes in another order, in the notation of einops: `(h d 2) ... -> (h 2 d) ... with d=64`
-    swap              the two halves of the first axis exchanged; a step by itself
-    unstack, split    the inverse of stack and concat: `split 3`, `split 3:1:1`, `split 2 dim 1`
-    … -> … for q,k    the axes of these texts only, before the concat or after the split
+    concat            concatenates the texts of {q,k,v}: `concat`, `concat 3:1:1` (their shares), `concat dim 1`
+    stack             stacks the numbers of {e} along a new first axis
+    (h d 2) … -> …    rearranges the axes, in the notation of einops: `(h d 2) ... -> (h 2 d) ... with d=64`
+    swap              swaps the two halves of the first axis; cannot be combined
+    unstack, split    the inverses of stack and concat: `split 3`, `split 3:1:1`, `split 2 dim 1`
+    … -> … for q,k    rearranges the axes of these texts only, before the concat or after the split
 
-What a step does is followed on ``Elements``, which have no values."""
+The steps are applied to ``Elements``, which have no values."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ckptfix.maps.elements import Elements
 
 _CUT = re.compile(r"(concat|split)(?: ([1-9]\d{0,4}(?::[1-9]\d{0,9})*))?(?: dim (\d))?")
 _AXES = re.compile(r"\([^()]*\)|\.\.\.|[^\s()]+")
-Grid = list[list[tuple[str, Shape]]]  # tensors by their number in a stack, and then by their place among several
+Grid = list[list[tuple[str, Shape]]]  # keys and shapes, by number in a stack and then by place in a concat
 
 
 class Cut(Struct, frozen=True):
-    """Where one tensor is several: the share of each (None: equal ones) and the axis."""
+    """How one tensor is divided into several: the share of each (empty: equal shares) and the axis."""
 
     shares: tuple[int, ...] = ()
     axis: int = 0
 
     def sizes(self, size: int, count: int) -> list[int]:
-        """Return the rows of each of ``count`` parts of an axis. Raises ``ValueError`` if it splits unevenly."""
+        """Return the sizes of ``count`` parts of an axis. Raises ``ValueError`` if it does not divide evenly."""
         shares = self.shares or (1,) * count
         if len(shares) != count:
             raise ValueError(f"{count} names for {len(shares)} parts")
@@ -49,7 +49,7 @@ class Cut(Struct, frozen=True):
 
 
 class Rearrange(Struct, frozen=True):
-    """Axes in another order; those in one group are one axis of the tensor."""
+    """A permutation of axes in the notation of einops; each group is one axis of the tensor."""
 
     before: tuple[tuple[str, ...], ...]
     after: tuple[tuple[str, ...], ...]
@@ -59,7 +59,7 @@ class Rearrange(Struct, frozen=True):
         return Rearrange(self.after, self.before, self.sizes)
 
     def expanded(self, ndim: int) -> Rearrange:
-        """Return the same with an axis for each that ``...`` covers."""
+        """Return the permutation with ``...`` replaced by the axes that it covers."""
         if ("...",) not in self.before:
             return self
         rest = tuple((f"...{at}",) for at in range(ndim - len(self.before) + 1))
@@ -70,7 +70,8 @@ class Rearrange(Struct, frozen=True):
         return Rearrange(sides[0], sides[1], self.sizes)
 
     def factors(self, shape: Shape, wanted: Sequence[int | None] | None) -> dict[str, int]:
-        """Return the size of each axis. Raises ``ValueError`` if the shape does not say it, or contradicts it."""
+        """Return the size of each axis. Raises ``ValueError`` if it does not follow from the shape, or contradicts
+        it."""
         if len(self.before) != len(shape):
             raise ValueError(f"{_shown(self.before)} names {len(self.before)} axes, the tensor has {list(shape)}")
         named = {name for group in (*self.before, *self.after) for name in group}
@@ -92,7 +93,7 @@ class Rearrange(Struct, frozen=True):
         return known
 
     def applied(self, tensor: Elements, wanted: Sequence[int | None] | None = None) -> Elements:
-        """Return a tensor with its axes in the other order; ``wanted`` is its shape then, as far as it is known."""
+        """Return the rearranged tensor; ``wanted`` is its shape as far as it is known."""
         axes = self.expanded(len(tensor.shape))
         sizes = axes.factors(tensor.shape, wanted)
         before, after = (
@@ -126,7 +127,7 @@ def _rearrange(text: str) -> Rearrange | None:
 
 
 class Some(Struct, frozen=True):
-    """Axes in another order for some of the tensors that are joined or that one is split into: those of these texts."""
+    """A rearrangement of some of the tensors of a concat or split, those of the texts ``names``."""
 
     axes: Rearrange
     names: tuple[str, ...]
@@ -137,7 +138,7 @@ class Some(Struct, frozen=True):
 
 
 class Steps(Struct, frozen=True):
-    """What is done to the tensors of a rule."""
+    """The steps of a rule."""
 
     concat: Cut | None = None
     stack: bool = False
@@ -149,7 +150,7 @@ class Steps(Struct, frozen=True):
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Steps:
-        """Return the steps of their texts. Raises ``ValueError`` for one that is unknown or in the wrong place."""
+        """Parse steps. Raises ``ValueError`` for one that is unknown or in the wrong place."""
         steps, last = cls(), -1
         for text in texts:
             words, _, names = text.strip().partition(" for ")
@@ -207,10 +208,10 @@ class Steps(Struct, frozen=True):
     def apply(
         self, grid: Grid, texts: Sequence[str], wanted: Sequence[int | None] | None = None
     ) -> list[list[tuple[Shape, tuple[Part, ...]]]]:
-        """Return the tensors that the steps make of a grid of tensors: their shapes and parts.
+        """Return the shapes and parts of the tensors that the steps make from a grid of tensors.
 
-        ``texts`` are those of what is joined, or of what a split has to give, ``wanted`` the shape after ``rearrange``
-        as far as it is known. Raises ``ValueError`` if the shapes do not allow it."""
+        ``texts`` name the tensors of the concat or split, ``wanted`` is the shape after ``rearrange`` as far as it is
+        known. Raises ``ValueError`` if the shapes do not fit."""
         shapes = {key: shape for row in grid for key, shape in row}
         rows = [self._joined(row, texts) for row in grid]
         if any(row.shape != rows[0].shape for row in rows):
@@ -229,7 +230,7 @@ class Steps(Struct, frozen=True):
         return [[(each.shape, each.parts(shapes)) for each in self._parted(result, texts)] for result in results]
 
     def _joined(self, row: Sequence[tuple[str, Shape]], texts: Sequence[str]) -> Elements:
-        """Return the tensors of one number as one."""
+        """Concatenate the tensors of one row of the grid."""
         if self.concat is None:
             return Elements.of(*row[0])
         axis, (first, last) = self.concat.axis, (row[0], row[-1])
@@ -245,7 +246,7 @@ class Steps(Struct, frozen=True):
         return Elements.joined(made, axis)
 
     def _parted(self, tensor: Elements, texts: Sequence[str]) -> list[Elements]:
-        """Return one of the results as the tensors that it is split into."""
+        """Return the tensors into which a result is split."""
         if self.split is None:
             return [tensor]
         axis = self.split.axis
@@ -254,7 +255,7 @@ class Steps(Struct, frozen=True):
         return self._turned(tensor.split(self.split.sizes(tensor.shape[axis], len(texts)), axis), texts)
 
     def _turned(self, tensors: list[Elements], texts: Sequence[str]) -> list[Elements]:
-        """Return tensors with the axes of some of them in another order."""
+        """Return the tensors, with those that ``some`` names rearranged."""
         some = self.some
         if some is None:
             return tensors
@@ -266,6 +267,6 @@ ORDER = ("some before", "concat", "stack", "rearrange", "swap", "unstack", "spli
 
 
 def shares(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the smallest numbers with the same ratios."""
+    """Return the smallest integers with the same ratios."""
     unit = gcd(*sizes) or 1
     return tuple(size // unit for size in sizes)

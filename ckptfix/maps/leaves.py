@@ -1,4 +1,4 @@
-"""The leaves that are matched: tensors, or parts of them if only one library fuses or stacks them."""
+"""The leaves to match: tensors, or parts of tensors that only one library fuses or stacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Path = tuple[str, ...]
 
 
 class Leaf(Struct, frozen=True):
-    """A tensor or a box of it, seen with its axes in ``axes`` order; ``order`` is its place in the file."""
+    """A tensor or a box of one, with its axes permuted to ``axes``; ``order`` is its position in the file."""
 
     key: str
     path: Path
@@ -26,7 +26,7 @@ class Leaf(Struct, frozen=True):
 
     @property
     def shape(self) -> Shape:
-        """The shape without axes of one element: ``(1, 64)`` and ``(64,)`` hold the same values in the same order."""
+        """The shape without axes of size 1: ``(1, 64)`` and ``(64,)`` have the same values in the same order."""
         return _shape(self.box, self.axes)
 
     @property
@@ -34,7 +34,7 @@ class Leaf(Struct, frozen=True):
         return self.shape[0] if self.shape else 1
 
     def split(self, sizes: Sequence[int], paths: Sequence[Path]) -> Iterator[Leaf]:
-        """Yield the parts along the first axis that has several elements, in order."""
+        """Yield the parts along the first axis whose size is not 1, in order."""
         axis = next(axis for axis in self.axes if self.box[axis][1] - self.box[axis][0] != 1)
         start = self.box[axis][0]
         for at, (size, path) in enumerate(zip(sizes, paths, strict=True)):
@@ -56,23 +56,23 @@ Leaves = list[Leaf]
 
 
 def common(source: Leaves, target: Leaves) -> int:
-    """Return how many matrices have a partner of their shape."""
+    """Count the matrices that have a partner of the same shape."""
     ours, theirs = (Counter(leaf.shape for leaf in leaves if len(leaf.shape) > 1) for leaves in (source, target))
     return (ours & theirs).total()
 
 
 def expanded(source: Leaves, target: Leaves) -> tuple[Leaves, Leaves]:
-    """Take apart what only one side stacks or fuses."""
+    """Split the leaves that only one side stacks or fuses."""
     source, target = _unstacked(source, target), _unstacked(target, source)
     one, other = _fused(source, target), _fused(target, source)
     return _taken_apart(source, one), _taken_apart(target, other)
 
 
 def flipped(leaves: Leaves, kernels: bool | None = None) -> Leaves:
-    """Transpose the matrices of the stacked layers: how ``Conv1D`` of GPT-2 stores them.
+    """Transpose the matrices of stacked layers, as stored by GPT-2's ``Conv1D``.
 
-    ``kernels`` says whether these leaves or else those of the other side are of JAX or TensorFlow, where the outputs of
-    a layer are the last axis and its inputs the one before, also in a convolution."""
+    With ``kernels``, either these leaves (True) or those of the other side (False) are from JAX or TensorFlow, where
+    the last axis of every layer, including convolutions, is its outputs and the one before its inputs."""
     if kernels is None:
         stacked = (any(name.rpartition("_")[2].isdigit() for name in leaf.path) for leaf in leaves)
         return [
@@ -93,7 +93,7 @@ def _flips(leaf: Leaf) -> bool:
 
 
 def _unstacked(leaves: Leaves, other: Leaves) -> Leaves:
-    """Take ``experts.gate_up_proj`` apart where the other side has ``experts.0.w1.weight`` and so on."""
+    """Split ``experts.gate_up_proj`` if the other side has ``experts.0.w1.weight`` and so on."""
     runs = _runs(other)
     if not runs:
         return leaves
@@ -112,7 +112,8 @@ def _unstacked(leaves: Leaves, other: Leaves) -> Leaves:
 
 
 def _runs(leaves: Leaves) -> dict[int, dict[Shape, set[str]]]:
-    """Return, for each length of a run of numbered modules, the shapes in one of them and the concepts of its name."""
+    """Return the shapes in lists of numbered modules, by the length of the list, with the concepts of the list's
+    name."""
     members: dict[Path, dict[str, Leaves]] = defaultdict(lambda: defaultdict(list))
     for leaf in leaves:
         for depth, segment in enumerate(leaf.path[:-1]):
@@ -131,7 +132,7 @@ def _runs(leaves: Leaves) -> dict[int, dict[Shape, set[str]]]:
 
 
 class _Group(Struct, frozen=True):
-    """Modules side by side with the roles of one fused module, and the rows of each role."""
+    """Sibling modules that another library fuses: the number of rows of each role, and the shape of a row."""
 
     sizes: dict[str, int]
     rest: Shape
@@ -145,7 +146,7 @@ def _groups(leaves: Leaves) -> Iterator[_Group]:
     siblings: dict[tuple[Path, Path, frozenset[str]], Leaves] = defaultdict(list)
     for leaf in leaves:
         if roles(leaf.path):
-            # q_proj, k_proj and v_proj are one group, and q_conv, k_conv and v_conv another one.
+            # q_proj, k_proj and v_proj are one group, and q_conv, k_conv and v_conv another.
             rest = frozenset(concepts(module(leaf.path))) - ROLES - {"proj"}
             siblings[parent(leaf.path), kind(leaf.path), rest].append(leaf)
     for members in siblings.values():
@@ -159,7 +160,7 @@ def _groups(leaves: Leaves) -> Iterator[_Group]:
 
 
 def _fused(leaves: Leaves, other: Leaves) -> dict[Leaf, dict[str, int]]:
-    """Return the leaves to take apart, each with the rows of its roles."""
+    """Return the leaves to split, each with the number of rows per role."""
     here, there = Counter(leaf.shape for leaf in leaves), Counter(leaf.shape for leaf in other)
     groups = [*_groups(other), *_groups(leaves)]
     found = {}
@@ -170,7 +171,7 @@ def _fused(leaves: Leaves, other: Leaves) -> dict[Leaf, dict[str, int]]:
             if sizes:
                 found[leaf] = sizes
     whole = {(parent(leaf.path), module(leaf.path)): sizes for leaf, sizes in found.items()}
-    for leaf in leaves:  # the bias goes with its weight, however many vectors have its shape
+    for leaf in leaves:  # a bias is split with its weight, whatever else has its shape
         sizes = whole.get((parent(leaf.path), module(leaf.path)))
         if sizes and leaf not in found and leaf.shape == (sum(sizes.values()),):
             found[leaf] = sizes
@@ -199,7 +200,7 @@ def _sizes(named: Path, leaf: Leaf, groups: Sequence[_Group]) -> dict[str, int] 
 
 
 def _taken_apart(leaves: Leaves, fused: Mapping[Leaf, Mapping[str, int]]) -> Leaves:
-    # BEiT keeps q_bias beside a fused qkv.weight: both belong to the module q.
+    # BEiT has q_bias next to a fused qkv.weight: both belong to the module q.
     named = {(parent(leaf.path), roles(leaf.path)): module(leaf.path) for leaf in leaves}
     used = {leaf.path for leaf in leaves}
     result: Leaves = []

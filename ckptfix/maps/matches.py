@@ -1,4 +1,4 @@
-"""An inferred map as data: for each key of the target, where it comes from and how sure that is."""
+"""An inferred map as data: for each key of the target, its source and the confidence in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shapes = Mapping[str, Shape]
 
 
 class Match(Struct, frozen=True):
-    """Where a key of the target comes from; ``alternatives`` are the other source keys that fit."""
+    """The source of a key of the target; ``alternatives`` are other source keys that fit."""
 
     parts: tuple[Part, ...]
     label: Label
@@ -23,11 +23,11 @@ class Match(Struct, frozen=True):
 
 
 class Inference(Struct, frozen=True):
-    """The map: a match for each key of the target that has one, and the shapes of both sides.
+    """An inferred map: the matches by key of the target, and the shapes of both sides.
 
-    ``maps`` are the shipped maps that it comes from. ``origin`` is ``loader`` if the library's own loader says so,
-    ``values`` if those of both sides do, ``spelling`` if the names are the same without their dots. ``choices`` are the
-    pairs of subtrees that it rests on, with how much better they are than others."""
+    ``maps`` are the shipped maps that it comes from. ``origin`` is ``loader`` if it comes from the library's own
+    loader, ``values`` if from the values of both sides, ``spelling`` if the names are equal without their dots.
+    ``choices`` are the pairs of subtrees that it rests on, with their margin over the next best."""
 
     matches: dict[str, Match]
     source: Shapes
@@ -37,18 +37,18 @@ class Inference(Struct, frozen=True):
     choices: Mapping[Choice, float] = field(default_factory=dict)
 
     def doubt(self, keys: Iterable[str], label: Label = Label.AMBIGUOUS) -> None:
-        """Call the matches of keys no better than this."""
+        """Lower the labels of these keys to ``label`` at most."""
         for key in keys:
             self.matches[key] = replace(self.matches[key], label=min(label, self.matches[key].label))
 
     def doubt_torn_tensors(self) -> None:
-        """Call a part of a tensor ambiguous if another part is: it is taken apart as a whole or not at all."""
+        """Mark a part of a tensor as ambiguous if another part is: a tensor is split as a whole or not at all."""
         parts = {key: match.parts for key, match in self.matches.items() if match.label > Label.AMBIGUOUS}
         self.doubt(parts.keys() - used_in_full(parts, self.source).keys())
 
     @property
     def single_sources(self) -> dict[str, str]:
-        """The key of the source of each match that has one part."""
+        """The source key of each match with one part."""
         return {key: match.parts[0].source for key, match in self.matches.items() if len(match.parts) == 1}
 
     @property
@@ -56,7 +56,7 @@ class Inference(Struct, frozen=True):
         return [key for key in self.target if key not in self.matches]
 
     def lacking(self, tied: Mapping[str, tuple[str, ...]]) -> list[str]:
-        """Return the keys of the target without a source, those left out that are tied to one with a source."""
+        """Return the keys of the target without a source, except those tied to a key with one."""
         return [key for key in self.missing if self.matches.keys().isdisjoint(tied.get(key, ()))]
 
     @property

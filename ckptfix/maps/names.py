@@ -1,8 +1,8 @@
-"""What the names of layers say: segments taken apart into words, and words into the concepts of the field.
+"""What the names of layers mean: splits segments into words, and maps words to the concepts of the field.
 
 Two libraries write ``blocks.3.attn.qkv.weight`` and ``encoder.layer.3.attention.self.query.weight``. The table
-``CONCEPTS`` is data: a line for each concept, with the words that libraries use for it, and for what is fused one for
-several. A word that is not in the table is its own concept."""
+``CONCEPTS`` has a line for each concept, or several concepts of a fused layer, with the words that libraries use for
+it. A word that is not in the table is its own concept."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ query key: qk
 gate query key value: gqkv
 """
 
-# Whole segments in lower case, perhaps without the digits at their ends, after the concepts that they mean together.
+# Whole segments in lower case, perhaps without leading and trailing digits, after the concepts that they mean together.
 PHRASES = """
 word embed: wte tok_embeddings tok_embedding embed_tokens token_embedding token_embeddings token_embd tok
 position embed: wpe
@@ -113,14 +113,14 @@ encoder averaged: encoder_k
 mlp first: feed_forward1 ffn1 ff1
 """
 
-ROLES = frozenset({"query", "key", "value", "gate", "up"})  # concepts that are stored apart or fused into one tensor
+ROLES = frozenset({"query", "key", "value", "gate", "up"})  # concepts whose layers may be fused into one tensor
 
-GATED = {"fc1": "w1", "fc2": "w2", "fc3": "w3"}  # side by side, they have the order of Meta's Llama
+GATED = {"fc1": "w1", "fc2": "w2", "fc3": "w3"}  # all three in one module have the order of Meta's Llama
 
-# The places of the layers in attention and in an MLP.
+# The roles of the layers in attention and in an MLP.
 PLACES = (frozenset({"query", "key", "value", "out"}), frozenset({"gate", "up", "down"}))
 
-# Concepts of which a layer has one: `q_proj` is never `out_proj`.
+# Concepts that exclude each other: `q_proj` is never `out_proj`.
 EXCLUSIVE = (
     *PLACES,
     frozenset({"image", "text"}),
@@ -130,9 +130,9 @@ EXCLUSIVE = (
     frozenset({"mean", "variance"}),
 )
 
-# Concepts of the layers that a U-Net, a pyramid or a generator has on its way back up.
+# Concepts of the layers in the upsampling path of a U-Net, a pyramid or a generator.
 BACKWARD = frozenset("decoder up upsample upconv deconv lateral fpn pyramid fusion refine refinenet synthesis".split())
-FROM_THE_TOP = "refinenet"  # MiDaS runs the last of them first, and all others count them in that order
+FROM_THE_TOP = "refinenet"  # MiDaS runs the last of them first; other libraries number them in the order of execution
 
 STATISTICS = {"running_mean": "mean", "running_var": "variance"}
 
@@ -158,7 +158,7 @@ def segments(key: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=65536)
 def concepts(segment: str) -> tuple[str, ...]:
-    """Return the concepts that one segment of a key names, without its numbers."""
+    """Return the concepts that a segment of a key names, ignoring numbers."""
     phrase = _OF_PHRASES.get(segment.lower()) or _OF_PHRASES.get(segment.lower().strip("_0123456789"))
     if phrase:
         return phrase
@@ -167,14 +167,14 @@ def concepts(segment: str) -> tuple[str, ...]:
 
 
 def roles(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the roles (query, key, value; gate, up) that a module has by its name, in order: several if fused."""
+    """Return the roles (query, key, value; gate, up) in a module's name, in order; several if it is fused."""
     return tuple(concept for concept in concepts(module(path)) if concept in ROLES)
 
 
 _SECOND = re.compile(r"(layer_?|batch_?)?(norm|ln)_?2")
 
 
-# What JAX and TensorFlow call the tensors of a layer; only beside `beta`, as `gamma` is also the scale of a layer.
+# Names of a layer's tensors in JAX and TensorFlow. `gamma` is a weight only next to `beta`: it is also a layer's scale.
 _TORCH_NAMES = {"kernel": "weight", "moving_mean": "running_mean", "moving_variance": "running_var"}
 _OF_NORMS = {"gamma": "weight", "beta": "bias"}
 
@@ -191,10 +191,10 @@ def crosses_first(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], boo
 
 
 def disambiguated(paths: Sequence[tuple[str, ...]], is_shown: bool = True) -> list[tuple[str, ...]]:
-    """Give layers the names that the rest of a file says they have: ``kernel`` is the weight in JAX and TensorFlow, a
-    ``proj`` beside ``qkv`` is the output of attention, ``downsample`` beside ``conv1`` is the shortcut, and ``norm2``
-    belongs to the MLP unless there is ``norm3`` or attention across, as in ``nn.TransformerDecoderLayer``. ``is_shown``
-    says whether the paths are in the order of the model."""
+    """Replace ambiguous names by what the rest of the file says about them: ``kernel`` is the weight in JAX and
+    TensorFlow, a ``proj`` next to ``qkv`` is the output of attention, ``downsample`` next to ``conv1`` is the shortcut,
+    and ``norm2`` belongs to the MLP unless there is ``norm3`` or cross attention, as in ``nn.TransformerDecoderLayer``.
+    ``is_shown`` is whether the paths are in the order of the model."""
     turned = {front for front, is_first in crosses_first(paths).items() if is_first and is_shown}
     norms = {path[:-1] for path in paths if path[-1] == "beta"}
     words = [_TORCH_NAMES | _OF_NORMS if path[:-1] in norms else _TORCH_NAMES for path in paths]
@@ -206,7 +206,7 @@ def disambiguated(paths: Sequence[tuple[str, ...]], is_shown: bool = True) -> li
 
     def named(path: tuple[str, ...]) -> tuple[str, ...]:
         at = path.index("downsample") if "downsample" in path else 0
-        if at and (*path[:at], "conv1") in modules:  # in a block of a ResNet, it is the shortcut
+        if at and (*path[:at], "conv1") in modules:  # a block of a ResNet
             path = (*path[:at], "shortcut", *path[at + 1 :])
         *front, norm = path[:-1] or ("",)
         if set(concepts(norm)) - {"c"} == {"proj"} and tuple(front) in attention:
@@ -232,7 +232,7 @@ def disambiguated(paths: Sequence[tuple[str, ...]], is_shown: bool = True) -> li
 
 
 def kind(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return ``weight`` or ``bias``, if that is what a leaf is."""
+    """Return the last segment of a path if it is ``weight`` or ``bias``, else an empty tuple."""
     return path[-1:] if len(path) > 1 and path[-1] in ("weight", "bias") else ()
 
 
@@ -241,23 +241,23 @@ def parent(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def module(path: tuple[str, ...]) -> str:
-    """Return the segment that names what a leaf belongs to: ``q_proj`` of ``self_attn.q_proj.weight``."""
+    """Return the segment that names the module of a leaf: ``q_proj`` for ``self_attn.q_proj.weight``."""
     return path[-2] if kind(path) else path[-1]
 
 
 @lru_cache(maxsize=65536)
 def template(key: str) -> str:
-    """Return a key with ``#`` for each number: the same for each of the layers of a stack."""
+    """Return a key with ``#`` for each number, which is equal for all layers of a stack."""
     return re.sub(r"\d+", "#", key)
 
 
 def by_number(keys: Iterable[str]) -> list[str]:
-    """Return keys sorted by name, but with the numbers in them in their order: ``layers.2`` before ``layers.10``."""
+    """Return keys sorted by name, with numbers in numerical order: ``layers.2`` before ``layers.10``."""
     return sorted(keys, key=lambda key: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", key)])
 
 
 def bag(path: Iterable[str]) -> Counter[str]:
-    """Return the concepts of a path with their weights: the segments near its end say more."""
+    """Count the concepts in a path."""
     found: Counter[str] = Counter()
     for segment in path:
         for concept in concepts(segment):
@@ -266,7 +266,7 @@ def bag(path: Iterable[str]) -> Counter[str]:
 
 
 def weights(bags: Sequence[Counter[str]], others: Sequence[Counter[str]]) -> dict[str, float]:
-    """Return how much each concept tells candidates apart: next to nothing if all those of one side have it."""
+    """Return how well each concept distinguishes candidates: hardly at all if all of one side have it."""
     shares = [
         {concept: count / len(side) for concept, count in Counter(word for each in side for word in each).items()}
         for side in (bags, others)
@@ -278,14 +278,14 @@ def weights(bags: Sequence[Counter[str]], others: Sequence[Counter[str]]) -> dic
 
 
 def similarity(one: Counter[str], other: Counter[str], weigh: Mapping[str, float]) -> float:
-    """Return the weighted share of concepts in common, from 0 to 1, less 1 for each family in which they differ."""
+    """Return the weighted fraction of concepts in common, from 0 to 1, minus 1 for each family in which they differ."""
     size = sum(weigh[word] * count for each in (one, other) for word, count in each.items())
     score = 2 * sum(weigh[word] * count for word, count in (one & other).items()) / size if size else 0.0
     return score - conflicts(one, other, EXCLUSIVE)
 
 
 def conflicts(one: Counter[str], other: Counter[str], families: Iterable[frozenset[str]] = PLACES) -> int:
-    """Return in how many families of concepts two names differ."""
+    """Count the families of concepts in which two names differ."""
     shared = ((family & one.keys(), family & other.keys()) for family in families)
     return sum(bool(mine and theirs and not mine & theirs) for mine, theirs in shared)
 

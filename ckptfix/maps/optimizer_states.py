@@ -1,7 +1,7 @@
-"""First of five steps for an optimizer: what its state is.
+"""First of five steps for an optimizer: finds its state in the container of a checkpoint.
 
-In comes the container of a checkpoint. Out comes an ``Optimizer`` for each in it: a row of moments for each parameter,
-and the groups of them, by numbers or names. What is read of parameters next is in ``rules.origins``."""
+An ``Optimizer`` has a row of moments for each parameter, and the groups of parameters, by numbers or names. The next
+step is ``rules.origins``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ckptfix.core.spec import TensorSpec
 Shape = tuple[int, ...]
 
 
-# The hyperparameter of Adagrad with which the sums of its squared gradients begin.
+# The hyperparameter of Adagrad that is the initial sum of squared gradients.
 INITIAL = "initial_accumulator_value"
-SCALARS = frozenset(("step", "mu_product"))  # what is one number for a parameter of any shape
+SCALARS = frozenset(("step", "mu_product"))  # state that is one number for a parameter of any shape
 _BEGINNINGS: Mapping[str, float | str] = {
     **dict.fromkeys(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"), 0),
     **dict.fromkeys(("grad_avg", "acc_delta", "exp_inf", "prev"), 0),
@@ -31,7 +31,7 @@ _BEGINNINGS: Mapping[str, float | str] = {
     "sum": INITIAL,
     "step_size": "lr",
 }
-"""What torch's optimizers begin with: a number, or the hyperparameter that is one."""
+"""Initial values of the state of torch's optimizers: a number, or the hyperparameter with the number."""
 
 
 class Optimizer(Struct, frozen=True):
@@ -40,9 +40,9 @@ class Optimizer(Struct, frozen=True):
     path: tuple[PathPart, ...]
     state: Mapping[Any, Any]
     groups: tuple[Mapping[str, Any], ...]
-    is_flat: bool = False  # whether the file has it in flat keys: `state.fc.weight.exp_avg`
+    is_flat: bool = False  # whether the file has flat keys: `state.fc.weight.exp_avg`
     copies: str = ""
-    """The entry in or beside it that lists a copy of each parameter, as apex and Megatron keep them in float32."""
+    """The entry inside or next to it that lists a copy of each parameter, as apex and Megatron keep in float32."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Optimizer(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """How a sentence names it: ``the optimizer``, ``the optimizer in optimizer_states[0]``."""
+        """Its name in a sentence: ``the optimizer``, ``the optimizer in optimizer_states[0]``."""
         return "the optimizer" if self.name == "optimizer" else f"the optimizer in {self.name}"
 
     @property
@@ -61,21 +61,21 @@ class Optimizer(Struct, frozen=True):
 
     @property
     def ids(self) -> list[Any]:
-        """The ids of all groups, one after another."""
+        """The ids of all groups, in order."""
         return [number for group in self.groups for number in group["params"]]
 
     @property
     def is_keyed(self) -> bool:
-        """Whether names are in the place of numbers, so that their order means nothing."""
+        """Whether the ids are names, so that their order has no meaning."""
         return bool(self.ids) and all(isinstance(number, str) for number in self.ids)
 
     @property
     def is_joint(self) -> bool:
-        """Whether something is kept of all parameters together, as LBFGS does: it follows no change of one of them."""
+        """Whether some state belongs to all parameters together, as in LBFGS, and so cannot follow a change of one."""
         return bool(self.copies) or any("prev_flat_grad" in self.row(number) for number in self.ids)
 
     def row(self, number: Any) -> Mapping[str, Any]:
-        """Return what is kept of a parameter; empty if it never had a gradient."""
+        """Return the state of a parameter; empty if it never had a gradient."""
         row = self.state.get(number)
         return row if isinstance(row, Mapping) else {}
 
@@ -98,8 +98,8 @@ def optimizer_of(value: object, path: tuple[PathPart, ...] = ()) -> Optimizer | 
 
 
 def _with_copies(optimizer: Optimizer, around: Mapping[Any, Any]) -> Optimizer:
-    """Return the optimizer with the name of the entry that lists a tensor for each of its parameters, if there is one:
-    all in one list, or in one for each group."""
+    """Return the optimizer with the name of the entry of ``around`` that lists a tensor for each of its parameters, if
+    any: all in one list, or one list per group."""
     for name, value in around.items():
         lists = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
         if all(isinstance(each, list) for each in lists):
@@ -110,7 +110,7 @@ def _with_copies(optimizer: Optimizer, around: Mapping[Any, Any]) -> Optimizer:
 
 
 def _from_flat(value: Mapping[Any, Any], path: tuple[PathPart, ...]) -> Optimizer | None:
-    """Return the optimizer of flat keys, with a group for each parameter, as the options are kept."""
+    """Return the optimizer from flat keys, with a group per parameter, because options are stored per parameter."""
     parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for key, kept in value.items():
         part, _, rest = str(key).partition(".")
@@ -127,7 +127,7 @@ def _from_flat(value: Mapping[Any, Any], path: tuple[PathPart, ...]) -> Optimize
 
 
 def flat(state: Mapping[Any, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the flat keys of an optimizer whose ids are names."""
+    """Return the state and groups of an optimizer whose ids are names, as flat keys."""
     found = {f"state.{name}.{what}": value for name, row in state.items() for what, value in row.items()}
     return found | {
         f"param_groups.{name}.{option}": value
@@ -139,7 +139,7 @@ def flat(state: Mapping[Any, Mapping[str, Any]], groups: Iterable[Mapping[str, A
 
 
 def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Optimizer]:
-    """Find the optimizers of a container, in its order."""
+    """Yield the optimizers in a container, in order."""
     found = optimizer_of(root, path)
     if found is not None:
         yield found
@@ -154,9 +154,9 @@ def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Opt
 
 
 def beginning(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the numbers that the state of a new parameter is filled with, by name; None if it begins without a state,
-    or is not known to begin with one. Adagrad has one from the start on, fused SGD fails on a momentum that only some
-    parameters have, and torch loads flat keys only if each parameter has all of them."""
+    """Return the initial values of a new parameter's state by name; None if it starts without state, or the values are
+    not known. Adagrad has a state from the start, fused SGD fails if only some parameters have a momentum, and torch
+    loads flat keys only if each parameter has all of them."""
     rows = [row for row in map(optimizer.row, optimizer.ids) if row]
     names = rows[0].keys() if rows else ()
     is_needed = optimizer.is_flat or INITIAL in group or (group.get("fused") and "momentum_buffer" in names)
@@ -169,13 +169,13 @@ def beginning(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float
 
 
 def optimizers_of(checkpoint: Checkpoint) -> list[Optimizer]:
-    """Return the optimizers in a checkpoint and in the files beside it."""
+    """Return the optimizers in a checkpoint and in the files next to it."""
     return [*optimizers_in(checkpoint.root), *optimizers_in(checkpoint.beside)]
 
 
 def parts_beside(checkpoint: Checkpoint) -> Iterator[tuple[str, list[TensorSpec], bool]]:
-    """Yield the parts of a file beside the state_dict: the name of each, its tensors, and whether it is an optimizer,
-    which is a part by itself wherever it is."""
+    """Yield the parts of a file outside the state_dict that have tensors: the name of each, its tensors, and whether it
+    is an optimizer, which is always a separate part."""
     optimizers = list(optimizers_in(checkpoint.root)) if checkpoint.rest else []
     for place, specs in checkpoint.rest.items():
         left = {id(spec): spec for spec in specs}
@@ -189,7 +189,7 @@ def parts_beside(checkpoint: Checkpoint) -> Iterator[tuple[str, list[TensorSpec]
 
 
 def values_in(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what is kept of a parameter by name, with what bitsandbytes keeps in a dict of its own."""
+    """Yield the state of a parameter by name, including that in a nested dict of bitsandbytes."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from values_in(value)
@@ -198,7 +198,7 @@ def values_in(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def logical_shape(value: object) -> Shape:
-    """Return the shape of a tensor of the state, of one that a class makes of others the shape of the whole; empty for
+    """Return the shape of a tensor in the state, the outer shape if it is an instance of a tensor subclass; empty for
     numbers."""
     if isinstance(value, TensorSpec):
         return value.shape
@@ -209,22 +209,22 @@ def logical_shape(value: object) -> Shape:
     return ()
 
 
-# What bitsandbytes keeps beside a quantised moment: scales and maps of its blocks.
+# State of bitsandbytes in addition to a quantised moment: the scales and code tables of its blocks.
 BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
-# What Shampoo keeps of each axis; SOAP and Kron keep theirs in lists.
+# Shampoo's state per axis; SOAP and Kron keep theirs in lists.
 _OF_AXES = r"(inv_)?pre_?cond(itioner)?_?\d*"
-_SLICED = frozenset(("s", "p0"))  # what Prodigy keeps of a parameter in one row, or of each of so many elements
+_SLICED = frozenset(("s", "p0"))  # Prodigy's state that is flattened, and perhaps of every n-th element only
 
 
 def fits(row: Mapping[str, Any], shape: Shape) -> bool:
-    """Return whether each tensor of a row may belong to a parameter of this shape: it has its shape, one element, or,
-    unless it is one that has an element for each of the parameter's, that of the factored moments of Adafactor."""
+    """Return whether each tensor of a row may belong to a parameter of this shape: it has the same shape, one element,
+    or, unless it is known to be elementwise, the shape of a factored moment of Adafactor."""
     return _fits(tuple((name, logical_shape(value)) for name, value in values_in(row)), shape)
 
 
-@lru_cache(maxsize=1 << 10)  # the rows of a file have few forms, and each is compared under many recipes
+@lru_cache(maxsize=1 << 10)  # the rows of a file have few distinct forms, and each is compared under many recipes
 def _fits(form: tuple[tuple[str, Shape], ...], shape: Shape) -> bool:
-    axes = range(len(shape))  # those of a matrix, or as timm has it, the two longest of a kernel
+    axes = range(len(shape))  # those of a matrix, or in timm the two longest of a kernel
     factored = {(*shape[:axis], *one, *shape[axis + 1 :]) for axis in axes for one in ((), (1,))}
     whole = {shape, (), (1,)}
     return all(

@@ -1,7 +1,7 @@
 """Patterns of keys: ``blocks.{n}.attn.{query,key}.weight``.
 
 ``{n}`` is a number, ``{n+1}``, ``{2n+1}`` and ``{3-n}`` are numbers computed from it, ``{a,b}`` is one of these texts,
-and ``*`` is any text, dots included."""
+and ``*`` is any text, including dots."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from msgspec.structs import replace
 _PIECE = re.compile(r"\{[^{}]*\}|\*|[^{}*]+|.", re.DOTALL)
 _NUMBER = re.compile(r"(\d*)([a-z])([+-]\d+)?|(\d+)-([a-z])")
 
-# The values of variables by name: numbers, the place among several texts, or any text.
+# The values of variables by name: a number, the index of one of several texts, or any text.
 Binding = Mapping[str, int | str]
 
 
 class Variable(Struct, frozen=True):
-    """What a key may have at a place. ``name`` is the same for what has the same value."""
+    """A variable part of a pattern. Variables of the same ``name`` have the same value."""
 
     name: str
     options: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Variable(Struct, frozen=True):
         return r"(0|[1-9]\d{0,8})" if self.is_number else "(.+)"
 
     def value(self, text: str) -> int | str | None:
-        """Return the value of a variable that a text of a key has, None if there is none."""
+        """Return the value that a text of a key stands for, None if there is none."""
         if self.options:
             return self.options.index(text)
         if not self.is_number:
@@ -48,7 +48,7 @@ class Variable(Struct, frozen=True):
         return value if not rest and value >= 0 else None
 
     def text(self, value: int | str) -> str:
-        """Return how a key shows a value."""
+        """Return the text of a value in a key. Raises ``ValueError`` if its number would be negative."""
         if isinstance(value, str):
             return value
         if self.options:
@@ -60,7 +60,7 @@ class Variable(Struct, frozen=True):
 
 
 class Pattern(Struct, frozen=True, dict=True):
-    """A pattern of keys, as texts and variables."""
+    """A pattern of keys: a sequence of texts and variables."""
 
     pieces: tuple[str | Variable, ...]
 
@@ -78,7 +78,7 @@ class Pattern(Struct, frozen=True, dict=True):
         return re.compile("".join(text), re.DOTALL)
 
     def match(self, key: str) -> dict[str, int | str] | None:
-        """Return the values of the variables in a key, None if it does not match."""
+        """Return the values of the variables in a key, None if the key does not match."""
         if not self.variables:
             return {} if (key,) == self.pieces else None
         found = self.regex.fullmatch(key)
@@ -100,7 +100,7 @@ class Pattern(Struct, frozen=True, dict=True):
         return "".join(piece if isinstance(piece, str) else piece.text(values[piece.name]) for piece in self.pieces)
 
     def renamed(self, names: Mapping[str, str]) -> Pattern:
-        """Return the pattern with other names for its variables."""
+        """Return the pattern with its variables renamed."""
         pieces = (
             replace(piece, name=names.get(piece.name, piece.name)) if isinstance(piece, Variable) else piece
             for piece in self.pieces
@@ -109,7 +109,7 @@ class Pattern(Struct, frozen=True, dict=True):
 
 
 def parse(text: str) -> Pattern:
-    """Return the pattern of a text. Raises ``ValueError`` if a brace in it means nothing."""
+    """Parse a pattern. Raises ``ValueError`` for invalid braces."""
     pieces: list[str | Variable] = []
     stars = count()
     for piece in _PIECE.findall(text):

@@ -1,10 +1,9 @@
-"""Which position of an optimizer's state is which parameter, for one order of parameters.
+"""Finds out which parameter each position of an optimizer's state belongs to, for one order of parameters.
 
-In comes an ``Optimizer`` and a ``Layout``, parameters in the order of ``named_parameters()``. Out comes a ``Naming``
-for each way to name its positions: by the file itself (``param_names``, or names in the place of numbers), or by a
-recipe (``maps.recipes``), the way in which a trainer puts parameters into groups. A recipe fits if each group has as
-many parameters as it says, and each moment the shape of its parameter. Which orders there may be is
-``rules.evidence``'s."""
+From an ``Optimizer`` and a ``Layout``, parameters in the order of ``named_parameters()``, it makes a ``Naming`` for
+each way to name the positions: by the file itself (``param_names``, or names instead of numbers), or by a recipe
+(``maps.recipes``), the way in which a trainer puts parameters into groups. A recipe fits if the sizes of the groups and
+the shapes of the moments do. ``rules.evidence`` chooses the orders to try."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ from ckptfix.core.wrappers import bare
 from ckptfix.maps.optimizer_states import Optimizer, fits, logical_shape, values_in
 from ckptfix.maps.recipes import EACH, RECIPES, Layout, Recipe, own_recipes
 
-NAMED, KEYED = "param_names", "names in the place of numbers"  # what makes names certain
+NAMED, KEYED = "param_names", "names in the place of numbers"  # sources of certain names
 
 
 class Naming(Struct, frozen=True):
-    """The names of an optimizer's ids, and how they are known.
+    """The names of an optimizer's ids, and where they come from.
 
-    ``recipe`` is None if the names are in the file itself. ``own_shapes`` counts the parameters whose shape no other
-    has: the rest rely on the order between them."""
+    ``recipe`` is None if the names are in the file itself. ``own_shapes`` counts the parameters with a unique shape;
+    all others are only identified by their order."""
 
     names: Mapping[Any, str]
     source: str
@@ -42,7 +41,7 @@ class Naming(Struct, frozen=True):
 
 
 def stored_names(optimizer: Optimizer) -> dict[Any, str] | None:
-    """Return the names that the state itself gives to its ids, None without."""
+    """Return the names of the ids that are in the state itself, None if it has none."""
     if optimizer.is_keyed:
         return {number: number for number in optimizer.ids}
     found: dict[Any, str] = {}
@@ -55,8 +54,8 @@ def stored_names(optimizer: Optimizer) -> dict[Any, str] | None:
 
 
 def named_by_itself(optimizer: Optimizer, keys: Mapping[str, TensorSpec]) -> list[Naming]:
-    """Return the naming that the state gives, in terms of these keys; none if it has none or one is not there. There
-    are several if the names may be those inside of a submodule as well, and the moments fit both."""
+    """Return the naming by the names in the state, as some of ``keys``; empty if it has no names, or one is not among
+    the keys. There are several if the names may also be those inside a submodule, and the moments fit both."""
     names = stored_names(optimizer)
     if names is None:
         return []
@@ -79,10 +78,10 @@ def named_by_itself(optimizer: Optimizer, keys: Mapping[str, TensorSpec]) -> lis
 def namings(
     optimizer: Optimizer, layout: Layout, new: Layout | None = None, of_trainers: bool = False, is_rare: bool = False
 ) -> Iterator[Naming]:
-    """Yield a naming for each recipe under which the optimizer has exactly the parameters of the layout. Of recipes of
-    a script's own that agree, also on the groups of ``new`` parameters, there is one; there are none if only those
-    ``of_trainers`` are asked for, or beside a recipe whose trainer has signed the groups. Those in the orders of few
-    scripts are yielded if they are asked for (``is_rare``), and without the others."""
+    """Yield a naming for each recipe under which the optimizer has exactly the parameters of the layout.
+
+    Custom recipes that agree, also on the groups of ``new`` parameters, are yielded once, and not at all with
+    ``of_trainers`` or if a trainer has signed the groups. ``is_rare`` yields only the recipes with rare orders."""
     sizes = optimizer.sizes
     if sum(sizes) != len(layout.shapes):
         return
@@ -94,7 +93,7 @@ def namings(
 
     def named(recipe: Recipe) -> Iterator[tuple[Hashable, Naming]]:
         if recipe.order and len(recipe.order) != len(sizes):
-            return  # it has as many groups for every model, also empty ones
+            return  # such a recipe has the same number of groups for every model, even if some are empty
         made = recipe.groups(layout)
         order = list(chain.from_iterable(keys for _, keys in made))
         is_like = [len(keys) for _, keys in made] == list(sizes)
@@ -102,7 +101,7 @@ def namings(
             return
         if all(fits(row, layout.shapes[key]) for row, key in zip(rows, order, strict=True)):
             names = dict(zip(optimizer.ids, order, strict=True))
-            # A new group of one parameter has its place by the order in which the script goes through the model.
+            # With one parameter per group, the place of a new group follows from the order of the parameters.
             places = recipe.name if recipe.label is EACH.label else recipe.place_of(new, dict(made))
             listed = tuple(recipe.listed(new)) if new is not None else ()
             yield (order, places, listed), Naming(names, recipe.name, recipe, moments, unique)
@@ -112,7 +111,7 @@ def namings(
     if not is_rare:
         yield from signed or (naming for _, naming in found)
     if signed or of_trainers or not moments:
-        return  # only moments show groups of one's own
+        return  # without moments, nothing confirms custom groups
     outcomes = [outcome for outcome, _ in found]
     for recipe in own_recipes(layout, optimizer, new, is_rare):
         for outcome, naming in named(recipe):
@@ -126,5 +125,5 @@ def _moments(row: Mapping[str, Any]) -> list[Any]:
 
 
 def runs_of(keys: Sequence[str]) -> Counter[str]:
-    """Count the keys below each first segment: the parts of a model that have an optimizer each."""
+    """Count the keys per first segment, as for parts of a model with separate optimizers."""
     return Counter(bare(key).partition(".")[0] for key in keys)

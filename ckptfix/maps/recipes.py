@@ -1,7 +1,7 @@
-"""The ways in which trainers and scripts put the parameters of a model into the groups of an optimizer.
+"""The ways in which trainers and scripts divide the parameters of a model into the groups of an optimizer.
 
-In comes a ``Layout``, and for scripts of their own the sizes and rows of an ``Optimizer``. Out comes a ``Recipe``,
-which names the group of each parameter; ``maps.positions`` looks whether it fits."""
+A ``Recipe`` gives the group of each parameter of a ``Layout``; ``maps.positions`` checks whether it fits. For custom
+scripts, recipes are generated from the sizes and rows of an ``Optimizer``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptfix.maps.optimizer_states import Optimizer, Shape, fits, logical_shape,
 
 
 class Layout(Struct, frozen=True):
-    """The parameters of a model in the order of ``named_parameters()``, and if known, its modules' class names, and the
+    """The parameters of a model in the order of ``named_parameters()``, and, if known, its modules' class names and the
     layer of each parameter as timm counts them."""
 
     shapes: Mapping[str, Shape]
@@ -32,15 +32,15 @@ class Layout(Struct, frozen=True):
     layers: Mapping[str, int] | None = None
 
     def is_norm(self, key: str, *kinds: str) -> bool:
-        """Return whether a parameter belongs to a norm: by the class of its module, else if the module's weight is
-        flat."""
+        """Return whether a parameter belongs to a norm: by the class of its module, else by whether the module's weight
+        is 1-d."""
         module, _, leaf = key.rpartition(".")
         if self.modules is not None and module in self.modules:
             return any(kind in self.modules[module] for kind in kinds or ("Norm",))
         return leaf in ("weight", "bias", "gamma", "beta") and len(self.shapes.get(f"{module}.weight", (0, 0))) == 1
 
     def is_table(self, key: str) -> bool:
-        """Return whether a parameter is the table of an embedding: by the class of its module, else by its name."""
+        """Return whether a parameter belongs to an embedding: by the class of its module, else by its name."""
         known = (self.modules or {}).get(key.rpartition(".")[0])
         return "Embedding" in known if known is not None else re.search("emb|wte|wpe", bare(key)) is not None
 
@@ -51,7 +51,7 @@ _UNDECAYED = re.compile(
     r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
 )
 _MAE_UNDECAYED = frozenset({"pos_embed", "cls_token", "dist_token"})
-OUTER = re.compile(r"embed|wte|wpe|(^|[._])head($|\.)")  # tables and heads, which scripts with Muon leave to Adam
+OUTER = re.compile(r"embed|wte|wpe|(^|[._])head($|\.)")  # embeddings and heads, which scripts with Muon leave to Adam
 _STEM = re.compile(r"cls_token|mask_token|reg_token|pos_embed|patch_embed|norm_pre")
 _BLOCK = re.compile(r"(.*\.)?(blocks|layers?|h)\.(\d+)\.")
 
@@ -79,14 +79,14 @@ def _may_decay(layout: Layout, key: str) -> bool:
 
 
 def _layer(key: str) -> int:
-    """Return the number of a parameter's block; what is before the blocks is -1, and what is after them ``MANY``."""
+    """Return the number of a parameter's block, -1 before the blocks, and ``MANY`` after them."""
     name = bare(key)
     block = _BLOCK.match(name)
     return -1 if _STEM.match(name) else int(block[3]) if block else MANY
 
 
 def _layer_in_timm(layout: Layout, key: str) -> int:
-    """Return what the model says; else the same, with the norm after the blocks in the last one."""
+    """Return the layer by the model, else as ``_layer``, but with the norm after the blocks in the last one."""
     if layout.layers is not None:
         return layout.layers[key]
     if not bare(key).startswith("norm"):
@@ -99,21 +99,21 @@ def _ultralytics(layout: Layout, key: str) -> str:
 
 
 class Recipe(Struct, frozen=True):
-    """How a trainer groups parameters: ``label`` names the group of one. The groups are in the given ``order``, all of
-    them even if empty, else in that of first appearance."""
+    """How a trainer groups parameters: ``label`` returns the group of a parameter. The groups are in the given
+    ``order``, including empty ones, else in the order of first appearance."""
 
     name: str
     label: Callable[[Layout, str], Hashable]
     order: tuple[Hashable, ...] = ()
-    is_mixed: bool = False  # whether the groups are of two methods, which keep different state
+    is_mixed: bool = False  # whether the groups belong to two methods, which keep different state
     within: Callable[[Iterable[str]], list[str]] | None = None
-    """In which order each group lists its parameters, if not in that of the model."""
-    is_own: bool = False  # whether it is that of no trainer: its labels are a part of the model and a kind of parameter
+    """Sorts the parameters within groups, if not in the order of the model."""
+    is_own: bool = False  # whether it is a custom one: its labels are pairs of a part of the model and a parameter kind
     sign: str = ""
-    """What only its trainer leaves beside the optimizer: a file, an entry of the checkpoint, an option of groups."""
-    is_signed: bool = False  # whether no groups without the sign are its
+    """What only this trainer leaves with the optimizer: a file, an entry of the checkpoint, an option of groups."""
+    is_signed: bool = False  # whether its groups always have the sign
     rises: Callable[[Any], tuple[float, float]] | None = None
-    """What the learning rate and the weight decay of a group rise with, by its label, if they do."""
+    """Maps a group's label to numbers with which its learning rate and weight decay increase, if they do."""
 
     def groups(self, layout: Layout) -> list[tuple[Hashable, list[str]]]:
         """Return each group's label and parameters."""
@@ -123,17 +123,17 @@ class Recipe(Struct, frozen=True):
         return list(groups.items())
 
     def listed(self, layout: Layout) -> Iterable[str]:
-        """Return the parameters of a layout in the order in which the groups list them."""
+        """Return the parameters of a layout in the order within groups."""
         return self.within(layout.shapes) if self.within else layout.shapes
 
     def agrees(self, labels: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the hyperparameters of groups do not contradict these labels."""
+        """Return whether the hyperparameters of the groups are consistent with these labels."""
         if self.is_signed and not all(self.sign in group for group in groups):
             return False
         if self.rises is _decaying and len({tuple(_without_decay(group).items()) for group in groups}) > 1:
             return False
         if self.rises is _layered and len({layer for layer, _ in labels}) < 2:
-            return False  # of a model without numbered blocks it would be by decay only
+            return False  # without numbered blocks, it would only be by decay
         ranks = list(map(self.rises, labels)) if self.rises is not None else []
         for which, names in enumerate((("lr_scale", "lr"), ("weight_decay",))):
             numbers = (next((group[name] for name in names if name in group), None) for group in groups)
@@ -144,11 +144,11 @@ class Recipe(Struct, frozen=True):
         return True
 
     def signs(self, optimizer: Optimizer) -> bool:
-        """Return whether the groups have an option that only its trainer gives them."""
+        """Return whether the groups have the option that only this trainer sets."""
         return bool(self.sign) and all(self.sign in group for group in optimizer.groups)
 
     def place_of(self, new: Layout | None, groups: Iterable[Hashable]) -> tuple[Hashable, ...]:
-        """Return in which of these groups each new parameter would be: a number, or the label of another one."""
+        """Return the group of each new parameter: the index of one of ``groups``, or the label of another group."""
         places = {label: place for place, label in enumerate(groups)}
         labels = [self.label(new, key) for key in new.shapes] if new is not None else []
         return tuple(places.get(label, (label,)) for label in labels)
@@ -160,7 +160,7 @@ def _without_decay(group: Mapping[str, Any]) -> dict[str, Hashable]:
 
 
 def number_of(value: object) -> Hashable:
-    """Return what tells two options or counts apart: the number in a 0-d tensor, or anything that is not a tensor."""
+    """Return a hashable value to compare options or counts by: the number in a 0-d tensor, or the plain value."""
     if isinstance(value, TensorSpec):
         if value.storage is None or value.numel != 1:
             return value.dtype, id(value)
@@ -238,7 +238,7 @@ RECIPES = (
         rises=_layered,
     ),
 )
-"""The recipes of trainers that are in use. Each is confirmed by the sizes of the groups and the shapes of the moments.
+"""The recipes of trainers in use. Each is confirmed by the sizes of the groups and the shapes of the moments.
 
 Sources: ``transformers/trainer.py`` and ``trainer_pt_utils.py``; ``timm/optim/_param_groups.py``; ``optim_factory.py``
 of BEiT; ``util/lr_decay.py`` of MAE; ``engine/trainer.py`` of ultralytics; ``solver/build.py`` of detectron2;
@@ -270,7 +270,7 @@ _KINDS: Mapping[str, KindOf] = {
     "norms and biases each": lambda layout, key: 2 if "bias" in key else layout.is_norm(key),
     **{recipe.name: recipe.label for recipe in RECIPES if recipe not in (PLAIN, EACH)},
 }
-"""What scripts of their own put into groups: parts of a model, and kinds of parameters in them."""
+"""What custom scripts group by: parts of a model (``_PARTS``), and kinds of parameters (``_KINDS``)."""
 
 
 def _heads_first(keys: Iterable[str]) -> list[str]:
@@ -300,20 +300,20 @@ _IN_REVERSE: Mapping[str, Order] = {
 }
 _IN_GROUPS: Mapping[str, Order] = {**_BY_NAME, ", in reverse": _reverse}
 _RARE: Mapping[str, Order] = {**_IN_REVERSE, **_BY_NAME, ", heads first": _heads_first, ", biases last": _biases_last}
-"""The orders of few scripts: what fits the shapes in that of the model is taken to be in that of the model."""
-ORDERS_BY_NAME = (*_BY_NAME.values(), _IN_REVERSE[", by part in reverse"])  # what a rename may change
+"""Orders that few scripts use, and that are only tried on request."""
+ORDERS_BY_NAME = (*_BY_NAME.values(), _IN_REVERSE[", by part in reverse"])  # orders that a rename may change
 
 
 def own_recipes(
     layout: Layout, optimizer: Optimizer, new: Layout | None = None, is_rare: bool = False
 ) -> Iterator[Recipe]:
-    """Yield the recipes of scripts of their own that make groups of these sizes, be it one. Orders that agree on the
-    layout may differ on the ``new`` one. Those that few scripts have are yielded only if they are asked for."""
+    """Yield custom recipes whose groups have the optimizer's sizes, including a single group. Orders that agree on the
+    layout may differ on the ``new`` one. ``is_rare`` yields the rare orders instead of the usual ones."""
     sizes = optimizer.sizes
     if sum(map(bool, sizes)) == 1:
         orders = dict(_RARE if is_rare else {**_BY_NAME, ", heads first": _heads_first})
         if not is_rare and by_number(layout.shapes) == list(layout.shapes):
-            del orders[", by name"]  # of many numbered layers of equal shapes: the model's order is what is meant
+            del orders[", by name"]  # with many equal numbered layers, the model's order is the likely one
         places = tuple(0 if size else (None, place) for place, size in enumerate(sizes))
         for name, within in _differing(layout, new, orders):
             yield replace(PLAIN, name=PLAIN.name + name, within=within, order=places)
@@ -327,13 +327,13 @@ def own_recipes(
 def own_groups(
     layout: Layout, optimizer: Optimizer, new: Layout | None = None, orders: Mapping[str, Order] = _IN_GROUPS
 ) -> Iterator[Recipe]:
-    """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both. The
-    groups may come in any order, and list their parameters in that of the model, by name, or in reverse: each way that
-    fits the shapes is a recipe. Orders that agree on the layout may differ on the ``new`` one."""
+    """Yield custom recipes whose groups have the optimizer's sizes: by parts, by kinds, or by both. The groups may be
+    in any order, with their parameters in one of ``orders`` or that of the model: each combination that fits the
+    shapes is a recipe. Orders that agree on the layout may differ on the ``new`` one."""
     sizes, shapes = sorted(filter(None, optimizer.sizes)), list(layout.shapes.values())
     parts = dict(_PARTS)
     kinds = {kind: [of(layout, key) for key in layout.shapes] for kind, of in _KINDS.items()}
-    if max(sizes) == 1:  # each module and kind apart would be a group for each parameter, in whatever order
+    if max(sizes) == 1:  # grouping by module and kind would give one group per parameter, in any order
         parts, kinds = {"part": parts["part"]}, {"": kinds[""]}
     places: dict[str, list[Hashable]] = {part: [of(key) for key in layout.shapes] for part, of in parts.items()}
     words = list(map(_words, layout.shapes))
@@ -348,9 +348,9 @@ def own_groups(
         (name, within, [numbers[key] for key in (within or list)(layout.shapes)])
         for name, within in chain([("", None)], _differing(layout, new, orders))
     ]
-    arranged: dict[Hashable, list[list[int]]] = {}  # most parts and kinds make the groups of others
+    arranged: dict[Hashable, list[list[int]]] = {}  # cached, because many parts and kinds make the same groups
     few = [[name for name, labels in each.items() if len(set(labels)) <= len(sizes)] for each in (places, kinds)]
-    for part, kind in sorted(product(*few), key=lambda pair: all(pair)):  # the simpler one of two that agree
+    for part, kind in sorted(product(*few), key=lambda pair: all(pair)):  # the simpler ones first
         labels = list(zip(places[part], kinds[kind], strict=True))
         if sorted(Counter(labels).values()) != sizes:
             continue
@@ -370,7 +370,7 @@ def own_groups(
 
 
 def _differing(layout: Layout, new: Layout | None, orders: Mapping[str, Order]) -> Iterator[tuple[str, Order]]:
-    """Yield the orders that differ from that of the model, and from each other, on one of two layouts."""
+    """Yield the orders that differ from the model's, and from each other, on at least one of two layouts."""
     if new is not None and have_lost_a_prefix(layout.shapes, new.shapes):
         new = None
     layouts = [list(each.shapes) for each in (layout, new) if each is not None]
@@ -382,19 +382,19 @@ def _differing(layout: Layout, new: Layout | None, orders: Mapping[str, Order]) 
 
 
 def have_lost_a_prefix(old: Iterable[str], new: Iterable[str]) -> bool:
-    """Return whether the new names are the old ones without one prefix, as that of a Lightning module. No script lists
-    the one child of that, and then what was in it, in reverse."""
+    """Return whether the new names are the old ones without a common prefix, such as that of a Lightning module. Orders
+    by part then differ only on the old names, which no script intends."""
     before, after = list(map(bare, old)), list(map(bare, new))
     return len(before) == len(after) and len(set(map(str.removesuffix, before, after))) == 1
 
 
 def may_list(optimizer: Optimizer, shapes: Iterable[Shape]) -> bool:
-    """Return whether groups may list parameters of these shapes in this order, whatever groups they are."""
-    forms: dict[tuple[Any, ...], int] = {}  # groups that have the same ahead of them count as one
+    """Return whether parameters of these shapes, in this order, can be divided into groups that fit the optimizer's."""
+    forms: dict[tuple[Any, ...], int] = {}  # groups with the same remaining rows count as one
     ahead: list[tuple[Mapping[str, Any], int]] = []
 
     def after(rows: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of what a group has ahead of it."""
+        """Return the number of a sequence of remaining rows."""
         if not rows:
             return -1
         key = (*(tuple((name, logical_shape(value)) for name, value in values_in(rows[0])),), after(rows[1:]))
@@ -417,12 +417,12 @@ def may_list(optimizer: Optimizer, shapes: Iterable[Shape]) -> bool:
     return bool(found)
 
 
-LIMIT = 1_000  # steps of a search for orders of groups; that of a file with few moments has as many as there are orders
+LIMIT = 1_000  # steps of a search for orders of groups, whose number grows factorially in files with few moments
 
 
 def _arranged(groups: Sequence[Sequence[Shape]], optimizer: Optimizer) -> Iterator[list[int]]:
-    """Yield orders of groups of parameters of these shapes in which they fit those of the optimizer: of those that only
-    exchange groups of equal shapes, two."""
+    """Yield the orders in which groups of parameters of these shapes fit the optimizer's groups; two of those that only
+    swap groups of equal shapes."""
     alike: dict[tuple[Shape, ...], list[int]] = {}
     for number, shapes in enumerate(groups):
         alike.setdefault(tuple(shapes), []).append(number)
@@ -437,7 +437,7 @@ def _arranged(groups: Sequence[Sequence[Shape]], optimizer: Optimizer) -> Iterat
             free = [form for form in fitting[len(chosen)] if chosen.count(form) < len(alike[form])]
             stack += ([*chosen, form] for form in reversed(free))
             continue
-        for first in (0, 1) if len(alike) < len(chosen) else (0,):  # two at which no group has the same place
+        for first in (0, 1) if len(alike) < len(chosen) else (0,):  # two in which equal groups have different places
             left = {form: [*numbers[first:], *numbers[:first]] for form, numbers in alike.items()}
             yield [left[form].pop() for form in chosen]
 
@@ -451,7 +451,7 @@ def _has(word: str, key: str) -> bool:
 
 
 def _words(key: str) -> set[str]:
-    """Return the names of the modules that a parameter is in, with and without the number at their end."""
+    """Return the names of the modules that contain a parameter, with and without trailing digits."""
     names = bare(key).split(".")[:-1]
     return {*names, *(name.rstrip("0123456789") for name in names)} - {""}
 

@@ -1,4 +1,4 @@
-"""What a map says about the keys of one file: each key of the target with the parts of the file that it is made of."""
+"""Applies a map to the keys of a file: resolves each key of the target into parts of the file's tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Cell = tuple[int | str, int | str]
 
 
 class Move(Struct, frozen=True):
-    """A tensor of the target: its shape, its parts, and the rule that says so."""
+    """A tensor of the target: its shape, its parts, and the rule that it comes from."""
 
     shape: Shape
     parts: tuple[Part, ...]
@@ -32,8 +32,8 @@ class Move(Struct, frozen=True):
 class Line(Struct, frozen=True):
     """A rule with its patterns and steps parsed.
 
-    ``joined`` and ``parted`` are the variables that only one side has: several tensors there are one on the other side.
-    """
+    ``joined`` and ``stacked`` are the variables that only the source has, those of a concat and a stack; ``parted`` and
+    ``unstacked`` are those that only the target has, of a split and an unstack."""
 
     rule: MapRule
     source: Pattern
@@ -46,7 +46,7 @@ class Line(Struct, frozen=True):
 
     @classmethod
     def parse(cls, rule: MapRule) -> Line:
-        """Return the parsed rule. Raises ``ValueError`` if it has no meaning."""
+        """Parse a rule. Raises ``ValueError`` if it is invalid."""
         source, target, steps = parse(rule.source), parse(rule.target), Steps.parse(rule.steps)
         mine = [variable for variable in _distinct(source) if variable.name not in target.names]
         theirs = [variable for variable in _distinct(target) if variable.name not in source.names]
@@ -66,7 +66,7 @@ class Line(Struct, frozen=True):
 
     @property
     def width(self) -> int:
-        """The number of variables for numbers and texts: a rule with fewer of them is more specific."""
+        """The number of variables other than lists in braces; a rule with fewer is more specific."""
         return sum("," not in name for name in self.source.names)
 
     def inverse(self) -> MapRule:
@@ -74,9 +74,9 @@ class Line(Struct, frozen=True):
         return replace(self.rule, source=self.rule.target, target=self.rule.source, steps=self.steps.inverse().texts())
 
     def expand(self, source: Shapes, target: Shapes | None = None) -> Iterator[tuple[str, Move]]:
-        """Yield the tensors that the rule makes of the tensors of a file. Raises ``ValueError`` if it does not fit.
+        """Yield the tensors that the rule makes from the tensors of a file. Raises ``ValueError`` if it does not fit.
 
-        The shapes of the target give sizes that the rule leaves open."""
+        The shapes of the target determine sizes that the rule leaves open."""
         groups: dict[tuple[tuple[str, int | str], ...], dict[Cell, str]] = defaultdict(dict)
         shared = sorted(self.source.names & self.target.names)
         for key in source:
@@ -106,13 +106,13 @@ class Line(Struct, frozen=True):
         wanted = [values for key in (target or () if variables else ()) if (values := self.target.match(key))]
         for variable in variables:
             for at, option in enumerate(variable.options):
-                # Layers without a bias: the target has none either.
+                # Layers may have no bias, if the target's have none either.
                 lacks = target is not None and not any(group.get(variable.name) == at for group in wanted)
                 if not lacks and not any(group.get(variable.name) == at for group in found):
                     raise ValueError(f"no key of the file matches with {option}")
 
     def _grid(self, cells: Mapping[Cell, str], source: Shapes) -> Grid:
-        """Return the keys by their number and their place; none of them may be missing."""
+        """Return the keys by number and place. Raises ``ValueError`` if one is missing."""
         numbers = sorted({int(number) for number, _ in cells})
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             raise ValueError(f"the numbers {numbers} of {{{self.stacked.name if self.stacked else ''}}} have a gap")
@@ -157,7 +157,7 @@ def _distinct(pattern: Pattern) -> tuple[Variable, ...]:
 def _only(
     variables: list[Variable], cuts: bool, stacks: bool, cut: str, stack: str
 ) -> tuple[Variable | None, Variable | None]:
-    """Return the variable that a side joins or splits, and the one that it stacks or unstacks."""
+    """Return the variables of one side's concat or split, and of its stack or unstack."""
     lists = [variable for variable in variables if variable.options]
     numbers = [variable for variable in variables if variable.is_number]
     if stars := [variable for variable in variables if variable not in lists + numbers]:
@@ -174,11 +174,11 @@ def _only(
 
 
 def resolve(rename_map: RenameMap, source: Shapes, target: Shapes | None = None) -> dict[str, Move]:
-    """Return what the map makes of the tensors of a file.
+    """Return the tensors that the map makes from the tensors of a file, by key of the target.
 
-    A map that only fits backwards is applied backwards, without its rules by hand: they say one direction. Raises
-    ``PlanError`` that names the rule (``UsageError`` for one by hand) for a key that the file or the target does not
-    have, two sources for one element, and an uneven split."""
+    A map that only fits in reverse is applied in reverse, without its rules by hand, which have one direction. Raises
+    ``PlanError``, which names the rule (``UsageError`` for one by hand), for a key that the file or the target lacks,
+    two sources for one element, and an uneven split."""
     lines = parsed(rename_map)
     if not _matches(lines, source):
         back = inverse(rename_map)
@@ -195,7 +195,7 @@ def resolve(rename_map: RenameMap, source: Shapes, target: Shapes | None = None)
             if target is not None and line.steps != Steps():
                 cut = line.steps.split or line.steps.concat
                 _refuse_other_shapes({key: move.shape for key, move in found.items()}, target, cut.axis if cut else -1)
-            if target is not None and line.rule.optional:  # a tensor stays if the target has no place for all of it
+            if target is not None and line.rule.optional:  # skip tensors that have no place in the target
                 lacking = {part.source for key, move in found.items() if key not in target for part in move.parts}
                 found = {key: move for key, move in found.items() if lacking.isdisjoint(p.source for p in move.parts)}
             for key, move in found.items():
@@ -215,8 +215,8 @@ def resolve(rename_map: RenameMap, source: Shapes, target: Shapes | None = None)
 
 
 def _refuse_other_shapes(made: Shapes, target: Shapes, cut: int) -> None:
-    """Refuse a wrong order of axes and wrong shares: tensors of as many elements as the target has, in other shapes, or
-    matrices in which only the axis that is cut has another size."""
+    """Raise ``ValueError`` for wrong axes or shares: tensors with the same total number of elements as the target's but
+    other shapes, or matrices that differ only along the axis ``cut``."""
     wanted = {key: target[key] for key in made if key in target}
     is_same = made.keys() == wanted.keys() and sum(map(prod, made.values())) == sum(map(prod, wanted.values()))
     for key, shape in wanted.items():
@@ -230,7 +230,7 @@ def _matches(lines: Sequence[Line], keys: Collection[str]) -> bool:
 
 
 def _shares(lines: Sequence[Line], source: Shapes) -> list[Shapes]:
-    """Return the tensors of the file for each rule: without those that a rule with fewer variables names."""
+    """Return the tensors of the file for each rule, without those matched by a rule with fewer variables."""
     widths = [line.width for line in lines]
     left, found = dict(source), {}
     for width in sorted(set(widths)):
@@ -242,8 +242,8 @@ def _shares(lines: Sequence[Line], source: Shapes) -> list[Shapes]:
 
 
 def parsed(rename_map: RenameMap) -> list[Line]:
-    """Return the rules parsed. Raises ``PlanError`` that names the rule that has no meaning, or ``UsageError`` if it
-    was given by hand."""
+    """Return the parsed rules. Raises ``PlanError``, which names the rule, if one is invalid (``UsageError`` for one by
+    hand)."""
     lines = []
     for number, rule in enumerate(rename_map.rules):
         with _naming(rename_map, number):
@@ -252,14 +252,14 @@ def parsed(rename_map: RenameMap) -> list[Line]:
 
 
 def inverse(rename_map: RenameMap) -> RenameMap:
-    """Return the map that undoes this one; rules by hand stay as they are."""
+    """Return the map that undoes this one; rules by hand are unchanged."""
     rules = (line.rule if line.rule.by_hand else line.inverse() for line in parsed(rename_map))
     return replace(rename_map, rules=tuple(rules))
 
 
 @contextmanager
 def _naming(rename_map: RenameMap, number: int) -> Iterator[None]:
-    """Add the rule to an error."""
+    """Turn a ``ValueError`` into a ``PlanError`` that names the rule, or a ``UsageError`` for a rule by hand."""
     try:
         yield
     except ValueError as error:

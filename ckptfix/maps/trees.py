@@ -1,7 +1,7 @@
-"""Match two trees of modules: the largest subtrees with the same shapes first, and what they contain afterwards.
+"""Matches two trees of modules: the largest subtrees with equal shapes first, then their contents.
 
-A stack of equal blocks is matched once: the blocks of a pool are put on top of each other, so that a leaf of the pool
-has the shapes of all its instances, and a decision is supported by the evidence of all of them."""
+A stack of equal blocks is matched once: its blocks are pooled into one template, whose leaves have the shapes of all
+instances, so that each decision uses the evidence of all blocks."""
 
 from __future__ import annotations
 
@@ -35,23 +35,22 @@ from ckptfix.maps.names import (
     weights,
 )
 
-FORBIDDEN = 99.0  # what a pair that must not be chosen is worse by
-NARROW = 0.05  # a choice that is better by less than this does not count
+FORBIDDEN = 99.0  # penalty of a pair that must not be chosen
+NARROW = 0.05  # a choice with a smaller margin is ambiguous
 
-# What most blocks chose outweighs the order in one template: some list their shortcut first, others last.
+# The choice of most blocks outweighs the order in one template: some list their shortcut first, others last.
 VOTE_WEIGHT = 1.5
-NEAR_WEIGHT = 1.5  # of the places of the neighbours that are certain
-LARGE = 8  # a subtree of this many leaves is hardly equal to another one by chance
-
+NEAR_WEIGHT = 1.5  # of the places of neighbours that are certain
+LARGE = 8  # leaves; larger subtrees are hardly equal by chance
 
 Places = Mapping[Path, tuple[int, int]]
-Signature = tuple[int, ...]  # a number for each kind of leaf, sorted
+Signature = tuple[int, ...]  # the kinds of the leaves as numbers, sorted
 Key = tuple[tuple[Path, ...], ...]  # a template: the paths of its leaves on both sides
 Choice = tuple[Key, Path, Path]  # a pair of subtrees of a template that belong together
 
 
 class Pooled(Struct, frozen=True):
-    """One leaf of a template: its path in the template, and the leaf of each instance."""
+    """A leaf of a template: its path in the template, and the leaf of each instance."""
 
     path: Path
     leaves: tuple[Leaf, ...]
@@ -62,9 +61,9 @@ class Pooled(Struct, frozen=True):
 
 
 class Node(Struct, eq=False, dict=True):
-    """A subtree of a template: the path that leads to it, and the places of its leaves among those of the template.
+    """A subtree of a template: its path, and the indices of its leaves among those of the template (``members``).
 
-    ``order`` is where it comes among the leaves, from 0 to 1."""
+    ``order`` is its position among the leaves, from 0 to 1."""
 
     path: Path
     members: list[int]
@@ -82,7 +81,7 @@ class Node(Struct, eq=False, dict=True):
 
 
 Near = Mapping[Path, Counter[Path]]
-"""For each module of one side, how many of its leaves that are certain are in each module of the other side."""
+"""For each module of one side, the number of its certain leaves in each module of the other side."""
 
 Scores = list[list[float]]
 
@@ -90,16 +89,16 @@ Groups = Mapping[Signature, tuple[list[Node], list[Node]]]  # the subtrees of ea
 
 
 class Label(IntEnum):
-    """How far a match can be trusted."""
+    """The confidence in a match."""
 
-    AMBIGUOUS = 0  # other maps fit as well
-    LIKELY = 1  # names and order say so; shapes would allow another map
-    CERTAIN = 2  # shapes and structure leave one map
-    VERIFIED = 3  # both models, run on the same input, give equal outputs
+    AMBIGUOUS = 0  # other maps fit equally well
+    LIKELY = 1  # follows from names and order; shapes would allow another map
+    CERTAIN = 2  # shapes and structure allow only this map
+    VERIFIED = 3  # both models give equal outputs for the same input
 
 
 class Decision(Struct, frozen=True):
-    """One leaf of a template: the leaves of its instances on both sides, and how far each match can be trusted."""
+    """A match of one leaf of a template: the leaves of all instances on both sides, each with its label."""
 
     source: tuple[Leaf, ...]
     target: tuple[Leaf, ...]
@@ -123,7 +122,7 @@ class _Pool(Struct, frozen=True):
 
 
 class _Level(Struct, frozen=True):
-    """A template while its subtrees are matched. It is complete if both sides have the same leaves."""
+    """A template while its subtrees are matched. It is complete if both sides have equal leaves."""
 
     key: Key
     pool: _Pool
@@ -132,11 +131,11 @@ class _Level(Struct, frozen=True):
 
 
 class Matcher(Struct):
-    """Match pools from the largest to the smallest, so that equal blocks of different stages meet in one pool.
+    """Matches pools from the largest to the smallest, so that equal blocks of different stages end up in one pool.
 
-    ``sorted_sides`` are the sides (0, 1) whose keys are sorted by name: order and numbers decide nothing there, except
-    in a single list of modules. ``without`` are pairs that must not be chosen; ``choices`` are those that were chosen
-    though others would have done, with how much better they were."""
+    ``sorted_sides`` are the sides (0, 1) whose keys are sorted by name: order and numbers are no evidence there, except
+    in a single list of modules. ``without`` are pairs that must not be chosen; ``choices`` are the chosen pairs that
+    had alternatives, with their margins."""
 
     order_weight: float
     sorted_sides: tuple[int, ...] = ()
@@ -151,7 +150,7 @@ class Matcher(Struct):
     _near: tuple[Near, Near] = field(default_factory=lambda: ({}, {}))
 
     def match(self, source: Sequence[Leaf], target: Sequence[Leaf]) -> None:
-        """Match twice: the second time with the choices that the other templates made for modules of the same names."""
+        """Match both sides twice: the second pass uses what other templates chose for modules of the same names."""
         for _ in range(2):
             self._near = _neighbours(self.decisions)
             self._others, self._votes = self._votes, defaultdict(lambda: defaultdict(int))
@@ -221,7 +220,7 @@ class Matcher(Struct):
         elif (
             len(source) == len(target) == 1 and not level.is_complete and _is_moved(source[0], target[0], level.places)
         ):
-            return  # its equal may be what has a layer more or less there
+            return  # its counterpart may be the one with a layer more or less
         elif runs := _equal_runs(source, target):
             ours, theirs = ([n for n in side if n not in run] for side, run in zip((source, target), runs, strict=True))
             part = replace(level, is_complete=False)
@@ -231,12 +230,12 @@ class Matcher(Struct):
             yield from self._pairs_by_score(source, target, level)
 
     def _pairs_by_number(self, source: list[Node], target: list[Node], level: _Level) -> Iterator[_Pair]:
-        """Yield the pairs of two lists of as many equal modules, which may count from either end."""
+        """Yield the pairs of two lists of equal length, which may be numbered from either end."""
         label = min(Label.CERTAIN if level.is_complete else Label.LIKELY, _counted(source, target))
         ours, theirs = _by_number(source), _by_number(target)
         lists = [_list(ours, level.pool.source), _list(theirs, level.pool.target)]
-        is_shown = not self.sorted_sides  # keys that are sorted count up in any case
-        if is_shown and _is_rising(ours) != _is_rising(theirs):  # one side counts from the other end
+        is_shown = not self.sorted_sides  # sorted keys count up in any case
+        if is_shown and _is_rising(ours) != _is_rising(theirs):  # one side is numbered from the other end
             theirs.reverse()
             label = min(label, Label.LIKELY)
         elif _may_count_down(lists):
@@ -253,7 +252,7 @@ class Matcher(Struct):
             yield _Pair(one, other, label, ())
 
     def _pairs_by_score(self, source: list[Node], target: list[Node], level: _Level) -> Iterator[_Pair]:
-        """Yield the best assignment by names, order, votes and neighbours, each with what speaks against it."""
+        """Yield the best assignment by names, order, votes and neighbours, each pair with its alternatives."""
         key = level.key
         scores, by_name = self._all_scores(source, target, level)
         chosen = assign(scores)
@@ -268,7 +267,7 @@ class Matcher(Struct):
             rivals = _rivals(at, to, chosen, scores)
             if rivals:
                 self.choices[key, one.path, other.path] = min(margin for _, margin in rivals)
-            elif len(source) == len(target):  # shapes say which number is which
+            elif len(source) == len(target):  # shapes identify the numbers
                 self._shown.add((key, numbers(one.path), numbers(other.path)))
             hidden = _rivals(at, to, chosen, by_name) if is_hidden else []
             close = {source[rival].path: source[rival] for rival, margin in rivals + hidden if margin < NARROW}
@@ -285,7 +284,7 @@ class Matcher(Struct):
             yield _Pair(one, other, label, tuple(close.values()))
 
     def _all_scores(self, source: list[Node], target: list[Node], level: _Level) -> tuple[Scores, Scores]:
-        """Return the scores of all evidence, and the same without the order, which says nothing of sorted keys."""
+        """Return the scores by all evidence, and the scores without the order, which is no evidence in sorted keys."""
         places, key = level.places, level.key
         scores = self._scores(source, target, places, self.order_weight)
         by_name = self._scores(source, target, places, 0.0, 0.0) if self.sorted_sides else scores
@@ -310,8 +309,8 @@ class Matcher(Struct):
     def _is_doubtful_tower(
         self, source: list[Node], target: list[Node], chosen: list[tuple[int, int]], scores: Scores, level: _Level
     ) -> bool:
-        """Tell whether names do not say which tower is which. It may be the only one that is whole on both sides, and
-        its blocks may say more."""
+        """Return whether the names of towers do not identify them. Then they are not matched as a whole, because only
+        one of them may be equal on both sides, and their blocks may say more."""
         if not any(numbers(node.leaves[at].path[len(node.path) :]) for node in source for at in node.members):
             return False
         if any(conflicts(source[at].words, target[to].words, EXCLUSIVE) for at, to in chosen):
@@ -320,7 +319,7 @@ class Matcher(Struct):
         return len(source) != len(target) and any(margin < NARROW for margin in _spare(chosen, named))
 
     def _is_in_order(self, source: list[Node], target: list[Node], chosen: list[tuple[int, int]]) -> bool:
-        """Tell whether the numbers of one list, where keys are sorted, count the modules of the other side up."""
+        """Return whether the numbers of a list with sorted keys follow the order of the modules on the other side."""
         if not all(_is_run((source, target)[side]) for side in self.sorted_sides):
             return False
         pairs = [(source[at], target[to]) for at, to in chosen]
@@ -332,7 +331,7 @@ class Matcher(Struct):
         return all(one[1] <= other[1] for one, other in pairwise(both))
 
     def _vote(self, ends: tuple[Path, Path], key: Key) -> int:
-        """Return in how many instances of other templates these two belonged together."""
+        """Count the instances of other templates in which these two were matched."""
         return sum(count for other, count in self._others.get(ends, {}).items() if other != key)
 
     def _scores(
@@ -367,7 +366,7 @@ class Matcher(Struct):
 
 
 def _nodes(leaves: list[Pooled], signatures: Sequence[int], with_root: bool) -> Iterator[Node]:
-    """Yield the subtrees, those of one child left out: their path is that of the child."""
+    """Yield the subtrees, without those that have one child, which stands for them."""
     below: dict[Path, list[int]] = defaultdict(list)
     orders = [leaf.leaves[0].order for leaf in leaves]
     first, last = min(orders, default=0), max(orders, default=0)
@@ -387,12 +386,12 @@ def _nodes(leaves: list[Pooled], signatures: Sequence[int], with_root: bool) -> 
 
 
 def _is_run(nodes: Sequence[Node]) -> bool:
-    """Tell whether nodes differ only by a number in their path."""
+    """Return whether nodes differ only by a number in their path."""
     return len(nodes) > 1 and len({template(".".join(node.path)) for node in nodes}) == 1
 
 
 def _equal_runs(source: Sequence[Node], target: Sequence[Node]) -> tuple[list[Node], list[Node]] | None:
-    """Return the longest list of modules that both sides have beside other modules, the only one of its length."""
+    """Return the longest list of modules on both sides that is unique in its length, None if there are no others."""
     sides: list[dict[int, list[list[Node]]]] = []
     for nodes in (source, target):
         runs: dict[str, list[Node]] = defaultdict(list)
@@ -410,8 +409,8 @@ def _equal_runs(source: Sequence[Node], target: Sequence[Node]) -> tuple[list[No
 
 
 def _counted(source: Sequence[Node], target: Sequence[Node]) -> Label:
-    """Return what the numbers allow: equal names with other numbers may be other layers. Large blocks that both sides
-    have in the order of their numbers are counted from another start."""
+    """Return the label that the numbers allow: equal names with other numbers may be other layers, unless large blocks
+    in the order of their numbers show that the lists only start at another number."""
     if template(".".join(source[0].path)) != template(".".join(target[0].path)):
         return Label.CERTAIN
     ours, theirs = ({numbers(node.path) for node in nodes} for nodes in (source, target))
@@ -424,7 +423,8 @@ def _counted(source: Sequence[Node], target: Sequence[Node]) -> Label:
 
 
 def _end(path: Path, places: Places) -> Path:
-    """Return how a module or a leaf is called inside of its template; the second of two is not the second of three."""
+    """Return the name of a module or leaf inside its template, with the lengths of the lists that it is in: the second
+    of two differs from the second of three."""
     end = path[-2:] if kind(path) or (path and path[-1] in STATISTICS) else path[-1:]
     numbered = (path[: len(path) - at] for at in range(len(end)))
     return end + tuple(str(places[front][1]) for front in numbered if front in places)
@@ -439,19 +439,20 @@ def _by_number(nodes: Sequence[Node]) -> list[Node]:
 
 
 def _is_rising(nodes: Sequence[Node]) -> bool:
-    """Tell whether modules come in this order in their file."""
+    """Return whether modules are in this order in their file."""
     return nodes[0].order < nodes[-1].order
 
 
 def _list(nodes: Sequence[Node], leaves: Sequence[Pooled]) -> Path:
-    """Return the path of a list of modules from the root of its file on."""
+    """Return the path of a list of modules from the root of its file."""
     one, other = (_paths(node, leaves)[0] for node in nodes[:2])
     at = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     return one[: at + (not one[at].isdigit())]
 
 
 def _may_count_down(lists: Sequence[Path]) -> bool:
-    """Tell whether lists of other names are on the way back up, where some libraries count from the deepest module."""
+    """Return whether lists with different names are in an upsampling path, which some libraries number from the deepest
+    module."""
     is_named = len({template(".".join(path)) for path in lists}) == 1
     words = bag(path[-1] for path in lists if path).keys()
     fronts = bag(path[-2] for path in lists if path[1:]).keys() - {"decoder"}  # the layers of most decoders count up
@@ -459,20 +460,20 @@ def _may_count_down(lists: Sequence[Path]) -> bool:
 
 
 def _same_end(one: Node, other: Node) -> bool:
-    """Tell whether two modules or leaves have the same name."""
+    """Return whether two modules or leaves have the same name."""
     return (
         bool(one.path and other.path) and module(one.path) == module(other.path) and kind(one.path) == kind(other.path)
     )
 
 
 def _are_named(source: Sequence[Node], target: Sequence[Node]) -> bool:
-    """Tell whether the modules or leaves have the same names on both sides, each one its own."""
+    """Return whether the modules or leaves have the same names on both sides, without duplicates."""
     ours, theirs = ({(module(node.path), kind(node.path)) for node in nodes if node.path} for nodes in (source, target))
     return ours == theirs and len(ours) == len(source) == len(target)
 
 
 def _rivals(row: int, column: int, chosen: list[tuple[int, int]], scores: list[list[float]]) -> list[tuple[int, float]]:
-    """Return the rows that could have the column instead, each with how much worse the map would be."""
+    """Return the rows that could have the column instead, with the loss in score of the map."""
     columns = dict(chosen)
     rivals = []
     for other, own in enumerate(scores):
@@ -484,7 +485,7 @@ def _rivals(row: int, column: int, chosen: list[tuple[int, int]], scores: list[l
 
 
 def _spare(chosen: list[tuple[int, int]], scores: Scores) -> Iterator[float]:
-    """Yield how much better each pair is than one with what is left over on the longer side."""
+    """Yield the margin of each pair over pairs with what is left over on the longer side."""
     rows, columns = ({pair[side] for pair in chosen} for side in (0, 1))
     for row, column in chosen:
         yield from (scores[row][column] - scores[other][column] for other in range(len(scores)) if other not in rows)
@@ -507,7 +508,7 @@ def _stacked(instances: Sequence[list[Pooled]]) -> list[Pooled]:
 
 
 def _ranks(nodes: list[Node]) -> list[float]:
-    """Return the places in the order, from 0 to 1; those of one place share the mean."""
+    """Return the ranks by order, from 0 to 1; ties share the mean."""
     orders = sorted(node.order for node in nodes)
     sums = (bisect_left(orders, node.order) + bisect_right(orders, node.order) - 1 for node in nodes)
     return [each / 2 / max(len(nodes) - 1, 1) for each in sums]
@@ -525,13 +526,13 @@ def _neighbours(decisions: Sequence[Decision]) -> tuple[Near, Near]:
 
 
 def _paths(node: Node, leaves: Sequence[Pooled]) -> list[Path]:
-    """Return the paths of the instances of a module from the root of its file on."""
+    """Return the paths of the instances of a module from the root of its file."""
     pooled = leaves[node.members[0]]
     return [leaf.path[: len(leaf.path) - len(pooled.path)] + node.path for leaf in pooled.leaves]
 
 
 def _nearness(ones: Sequence[Path], others: Sequence[Path], near: tuple[Near, Near]) -> float:
-    """Return how near the two would be to the neighbours that are certain, from 0 to 1."""
+    """Return how near a match would be to the matches of certain neighbours, from 0 to 1."""
     total = 0.0
     for pair in zip(ones, others, strict=True):
         for side, images in enumerate(near):
@@ -545,10 +546,10 @@ def _nearness(ones: Sequence[Path], others: Sequence[Path], near: tuple[Near, Ne
 
 
 def _places(leaves: list[Pooled]) -> Places:
-    """Return the place of each numbered module among its siblings that have much the same leaves, and how many siblings
-    have its name.
+    """Return the index of each numbered module among its siblings with similar leaves, and the number of siblings with
+    its name.
 
-    A sibling counts that has a leaf more than the others, as the first block of T5, and not one of another kind."""
+    Siblings with an additional leaf count, such as the first block of T5, but not siblings of another kind."""
     inside: dict[Path, set[str]] = defaultdict(set)
     runs: dict[tuple[Path, str], dict[Path, None]] = defaultdict(dict)
     for leaf in leaves:
@@ -571,8 +572,8 @@ def _places(leaves: list[Pooled]) -> Places:
 
 
 def _crossed(groups: Groups, places: Sequence[Places]) -> set[Signature]:
-    """Return the subtrees that are equal though others of their lists show another order: if a layer between the stages
-    belongs to the one before on one side and to the one after on the other, a stage may look like another one."""
+    """Return the signatures of subtrees that are equal although others in their lists are in another order: if a layer
+    between stages belongs to the previous stage on one side and to the next on the other, stages may look alike."""
     lists: dict[tuple[Path, Path, int], list[tuple[Signature, int, int]]] = defaultdict(list)
     for signature, (source, target) in groups.items():
         if len(source) == len(target) == 1:
@@ -584,13 +585,13 @@ def _crossed(groups: Groups, places: Sequence[Places]) -> set[Signature]:
         signature
         for (*_, size), pairs in lists.items()
         if any(at != to for _, at, to in pairs)
-        and any(at + to != size - 1 for _, at, to in pairs)  # a list may be counted from its other end
+        and any(at + to != size - 1 for _, at, to in pairs)  # a list may be numbered from its other end
         for signature, *_ in pairs
     }
 
 
 def _is_moved(one: Node, other: Node, places: Sequence[Places]) -> bool:
-    """Tell whether two large modules are at other places of lists: in another stage, or as many stages as are gone."""
+    """Return whether two large modules have different indices in their lists, or the lists have other lengths."""
     ours, theirs = (
         next((side[node.path[:depth]] for depth in range(len(node.path), 0, -1) if node.path[:depth] in side), (0, 0))
         for node, side in zip((one, other), places, strict=True)
@@ -604,20 +605,22 @@ def _numbered(node: Node, places: Places) -> list[tuple[int, int]]:
 
 
 def _same_numbers(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> float:
-    """Return the share of equal numbers; those of all blocks say nothing of those that begin anew in each stage."""
+    """Return the share of equal indices. Numbers that run through all blocks are not compared with numbers that restart
+    in each stage."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     same = sum(at == to and size <= 2 * length <= 4 * size for (at, size), (to, length) in pairs)
     return same / max(len(one), len(other), 1)
 
 
 def assign(scores: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
-    """Return the pairs (row, column) of the best assignment; each row or each column has one, whichever are fewer."""
+    """Return the pairs (row, column) of the assignment with the highest total score, one for each row or column,
+    whichever are fewer."""
     if not scores or not scores[0]:
         return []
     if len(scores) > len(scores[0]):
         return sorted((row, column) for column, row in assign(list(zip(*scores, strict=True))))
     best = [max(range(len(row)), key=row.__getitem__) for row in scores]
-    if len(set(best)) == len(best):  # each row has its favourite: nothing can be better
+    if len(set(best)) == len(best):  # each row has its own maximum, so this is optimal
         return list(enumerate(best))
     return sorted((row, column) for column, row in _augment(scores).items())
 

@@ -1,7 +1,7 @@
 """The maps that ship with ckptfix, one file each; ``tests/maps/test_library.py`` proves them against the libraries.
 
-A file is named after its two sides: ``timm-vit_transformers`` goes from timm's names to those of transformers. Each is
-applied backwards too."""
+A file is named for its two sides: ``timm-vit_transformers`` maps timm's names to those of transformers. Every map is
+applied in reverse too."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Z_IMAGE = (
     "t_embedder.mlp.{n}.{weight,bias}",
     "{cap_pad_token,x_pad_token}",
 )
-# Where whole files of diffusion models have the source of a map.
+# Prefixes of the source of a map in complete files of diffusion models.
 _TEXT = ("cond_stage_model.model.", "conditioner.embedders.1.model.")
 _SD3 = ("sd3-24_diffusers", "sd3-38_diffusers")
 WITHIN: dict[str, tuple[str, ...]] = {
@@ -48,7 +48,7 @@ WITHIN: dict[str, tuple[str, ...]] = {
     "ldm-vae_diffusers": ("first_stage_model.",),
     "mmpretrain-swin_timm": ("backbone.",),
 }
-# What keeps its name there.
+# Additional rules there for keys that keep their names.
 _KEPT = {
     "ldm-vae_diffusers": (MapRule(_ENDS, _ENDS), MapRule(_QUANT, _QUANT, optional=True)),
     **dict.fromkeys(_SD3, (MapRule(_CONTEXT, _CONTEXT),)),
@@ -65,13 +65,13 @@ def names() -> list[str]:
 
 @lru_cache
 def shipped(name: str) -> RenameMap:
-    """Return the map of this name."""
+    """Return the shipped map of this name."""
     return RenameMap.from_json(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")), name)
 
 
 def named_map(path: str | os.PathLike[str]) -> RenameMap:
-    """Return the map in a file, or the one of this name. Raises ``UsageError`` if there is neither."""
-    name = Path(path).name  # a configuration file makes each name a path
+    """Return the map in a file, or the shipped map of this name. Raises ``UsageError`` if neither exists."""
+    name = Path(path).name  # a configuration file turns the name into a path
     if not Path(path).exists():
         if name in names():
             return shipped(name)
@@ -93,7 +93,7 @@ def _directions(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
 
 @lru_cache
 def _forms(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
-    """Return the directions of a map, and those for a model without a head, whose names lack their first segment."""
+    """Return the directions of a map, and those for a model without a head, whose keys lack the first segment."""
     forth = shipped(name)
     body = {rule.target.partition(".")[0] for rule in forth.rules if not rule.optional}
     front = f"{body.pop()}." if len(body) == 1 and len(forth.rules) > 1 else " "
@@ -103,7 +103,7 @@ def _forms(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
 
 
 def fitting(rename_map: RenameMap, source: Shapes, target: Shapes) -> RenameMap:
-    """Return a shipped map in the form that fits a file and a target, any other map as it is."""
+    """Return the form of a shipped map that fits a file and a target, any other map unchanged."""
     is_shipped = rename_map.name in names() and rename_map == shipped(rename_map.name)
     for each, lines in _forms(rename_map.name) if is_shipped else ():
         if _is_for(each, lines, source):
@@ -114,10 +114,11 @@ def fitting(rename_map: RenameMap, source: Shapes, target: Shapes) -> RenameMap:
 
 
 def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Inference | None:
-    """Return what the shipped maps say that explain both sides, None if none does. Where two differ, it is ambiguous.
+    """Return the match by the shipped maps that fit both sides, None if none does; keys on which they differ are
+    ambiguous.
 
-    ``tied`` are keys of the target that need no source, as they are another name of one that has. The source may be
-    below prefixes that most of its keys have (``backbone.``, ``model.encoder.``)."""
+    ``tied`` are keys of the target that need no source, because they are tied to a key with one. Prefixes that most
+    keys of the source have (``backbone.``, ``model.encoder.``) are skipped."""
     front, below = "", source
     while (known := _explaining(below, target, tied)) is None:
         heads = Counter(key.partition(".")[0] for key in below if "." in key)
@@ -132,13 +133,13 @@ def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Infer
         key: replace(match, parts=tuple(replace(part, source=front + part.source) for part in match.parts))
         for key, match in known.matches.items()
     }
-    return Inference(matches, dict(source), known.target)  # without the maps, which are for names without the prefix
+    return Inference(matches, dict(source), known.target)  # without the maps, which lack the prefix
 
 
 def _explaining(source: Shapes, target: Shapes, tied: Collection[str]) -> Inference | None:
-    """Return what the shipped maps say of a source without a prefix."""
+    """Return the match by the shipped maps for a source without a prefix."""
     found = list(_fitting(source, target, tied))
-    # Two maps may differ in what a file does not say, as in the size of Llama's heads.
+    # Two maps may differ in what a file does not say, such as the size of Llama's heads.
     is_sure = [not shapes or any(key in source for key, _ in shapes) for shapes in (each.shapes for each, _ in found)]
     if any(is_sure):
         found = [each for each, sure in zip(found, is_sure, strict=True) if sure]
@@ -148,7 +149,7 @@ def _explaining(source: Shapes, target: Shapes, tied: Collection[str]) -> Infere
 
 
 def aliases(source: Shapes) -> Iterator[tuple[str, Move]]:
-    """Yield the tensors of a file as another library or its authors name and split them, by each shipped map."""
+    """Yield the tensors of a file under the names and in the layout of another library, by each shipped map."""
     for name in names():
         for rename_map, lines in _directions(name):
             if _is_for(rename_map, lines, source):
@@ -157,14 +158,14 @@ def aliases(source: Shapes) -> Iterator[tuple[str, Move]]:
 
 
 def _is_for(rename_map: RenameMap, lines: Iterable[Line], source: Shapes) -> bool:
-    """Return whether a map may be applied to a file: each rule that is not optional has its keys."""
+    """Return whether a map applies to a file: every rule that is not optional matches a key."""
     if any(source.get(key, shape) != shape for key, shape in rename_map.shapes):
         return False
     return all(line.rule.optional or any(map(line.source.matches, source)) for line in lines)
 
 
 def each_of(inference: Inference, tied: Collection[str] = ()) -> Iterator[Inference]:
-    """Yield what each of several shipped maps says by itself."""
+    """Yield the match by each of several shipped maps separately."""
     for found in _fitting(inference.source, inference.target, tied) if len(inference.maps) > 1 else ():
         yield _inference_of([found], inference.source, inference.target)
 
@@ -172,7 +173,8 @@ def each_of(inference: Inference, tied: Collection[str] = ()) -> Iterator[Infere
 def of_rotary(
     source: Shapes, target: Shapes, rotary: Collection[Shape], tied: Collection[str] = ()
 ) -> Inference | None:
-    """Return what the one shipped map says that explains both sides and is for rotary embeddings of these shapes."""
+    """Return the match by the only shipped map that fits both sides and is for rotary embeddings of these shapes, None
+    if there is not exactly one."""
     found = [each for each in _fitting(source, target, tied) if {shape for _, shape in each[0].shapes} & {*rotary}]
     return _inference_of(found, source, target) if len(found) == 1 else None
 
@@ -193,7 +195,7 @@ def _inference_of(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source:
 
 
 def _fitting(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Iterator[tuple[RenameMap, dict[str, Move]]]:
-    """Yield the maps that explain both sides: every key of the target is moved there, or has its place already."""
+    """Yield the maps that fit both sides: they move a tensor to every key of the target, or it is there already."""
     kept = {key for key, shape in target.items() if source.get(key) == shape}
     for name in names():
         for rename_map, lines in _forms(name):
@@ -206,4 +208,4 @@ def _fitting(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Iter
                 shapes = {key: source[key] for key in kept - used} | {key: move.shape for key, move in moves.items()}
                 if all(shapes.get(key, shape if key in tied else None) == shape for key, shape in target.items()):
                     yield rename_map, moves
-                    break  # one that is its own inverse fits twice
+                    break  # a map that is its own inverse fits twice
