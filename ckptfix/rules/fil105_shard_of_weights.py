@@ -158,7 +158,7 @@ def _strange_masters(rule: Rule, context: Context) -> Iterator[Finding]:
 _MIXED = {
     Kind.RANK_REPEATED: "each rank has its own part, so one file was copied over the other",
     Kind.RANK_RENAMED: "each rank has its own part, so files were renamed",
-    Kind.RANK_FOREIGN: "all ranks of a run have the same, so it is from another run",
+    Kind.RANK_FOREIGN: "all ranks of a save have the same, so it is from another run or step",
 }
 
 

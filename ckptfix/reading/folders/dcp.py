@@ -1,8 +1,8 @@
 """Folders of torch.distributed.checkpoint: ``.metadata`` and ``__<rank>_<n>.distcp`` files.
 
 Ranks that save without talking to each other (``use_collectives=False``) each write a ``__<rank>.metadata`` of their
-own. A ``.distcp`` file of another save or rank is noticed where its sizes differ, or if it is there twice; nothing in
-it says to which it belongs.
+own. A ``.distcp`` file of another save or rank is noticed where its sizes differ, if it is there twice, or by the step
+counters in it; nothing else in it says to which it belongs.
 
 Every chunk of a tensor is a whole torch.save file at an offset of a ``.distcp`` file. Its inner record says where the
 bytes lie, so a tensor of one chunk is a range of that file, and one of many chunks is put together when it is read;
@@ -30,7 +30,7 @@ from ckptfix.core.parts import Box, box_at, extent, numel
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import HostileError, UnreadableError, damaged
 from ckptfix.reading.folders.chunks import agree, check_tiling, compared, gone, merge_parts
-from ckptfix.reading.folders.ranks.files import are_varied, sums_of
+from ckptfix.reading.folders.ranks.files import are_varied, sums_of, unlike_most
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import dtype_name, sizes
 from ckptfix.reading.pickles.payload import payload_remarks, refusing_payload
@@ -169,6 +169,7 @@ NAME = "dcp"
 METADATA = ".metadata"
 CHUNKS = "*.distcp"
 _DEPTH_LIMIT = 100
+_STEP, _FEWEST_STEPS = "step", 3  # step counters of a file by which it is compared with others
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 
 
@@ -230,6 +231,7 @@ class _Reading:
         for name, item in self.metadata.items.items():
             self._read(name, item)
         self._note_repeated()
+        self._note_of_another_step()
         whole = any(isinstance(leaf, TensorSpec) and not is_torn(leaf) for leaf in self.leaves.values())
         if self.faults and not whole:
             raise damaged(self.folder, f"{clauses(self._damage())}; no tensor is whole")
@@ -284,6 +286,30 @@ class _Reading:
             shared = {name for _, name, _ in chunks} & {name for _, name, _ in self.chunks[other]}
             if shared and are_varied(parts):
                 self.remarks[Fact.of(Kind.RANK_REPEATED, file, other=other)] = None
+
+    def _note_of_another_step(self) -> None:
+        """Note files whose step counters are unlike those of most.
+
+        Each parameter of an optimizer has a counter, of which the ranks divide the copies among them. Parameters that
+        were trained for a longer time than others do not lie apart by files, as those of two stages of a pipeline may:
+        there must be parameters of which both files hold a part."""
+        parts: dict[str, set[str]] = {}
+        steps: dict[str, dict[str, tuple[object, ...]]] = {}
+        for name, item in self.metadata.items.items():
+            parameter, _, leaf = name.rpartition(".")
+            parts.setdefault(parameter, set()).update(item.files)
+            counter = self.leaves.get(name)
+            if leaf == _STEP and isinstance(counter, TensorSpec) and counter.numel == 1 and len(item.files) == 1:
+                (file,) = item.files
+                steps.setdefault(file, {})[parameter] = sums_of([counter])
+        told = {file: set(own.values()) for file, own in steps.items() if len(own) >= _FEWEST_STEPS}
+        if len(told) < 2 or any(len(values) > 1 or () in values for values in told.values()):
+            return
+        odd = set(unlike_most(told))
+        for file in sorted(odd):
+            theirs = {parameter for other in told.keys() - odd for parameter in steps[other]}
+            if any(file in parts[parameter] for parameter in theirs):
+                self.remarks[Fact.of(Kind.RANK_FOREIGN, file, names=(_STEP,))] = None
 
     def _copies(self, name: str, dtype: str, box: Box, locations: list[Location | None]) -> list[TensorSpec]:
         """Return the copies of a chunk; that they have different values is noted."""

@@ -57,7 +57,7 @@ def saved(tmp_path: Path) -> Path:
     return folder
 
 
-Part = tuple[tuple[int, ...], Tensor]
+Part = tuple[tuple[int, ...], Tensor] | None
 
 
 def write_chunks(folder: Path, tensors: dict[str, tuple[Tensor, Sequence[Part]]], **rest: Any) -> Metadata:
@@ -67,7 +67,7 @@ def write_chunks(folder: Path, tensors: dict[str, tuple[Tensor, Sequence[Part]]]
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for name, (whole, parts) in tensors.items():
         chunks = []
-        for rank, (offsets, part) in enumerate(parts):
+        for rank, (offsets, part) in ((rank, part) for rank, part in enumerate(parts) if part is not None):
             with (folder / f"__{rank}_0.distcp").open("ab") as file:
                 start = file.tell()
                 torch.save(part, file)
@@ -209,6 +209,40 @@ def test_a_file_that_was_copied_over_that_of_another_rank(tmp_path: Path, change
         ["__1_0.distcp holds the same values as __0_0.distcp"] if change == "copied" else []
     )
     assert (tmp_path / "whole.pth").exists() is (change != "copied")
+
+
+def stepped(folder: Path, steps: Sequence[Sequence[int]], is_shared: bool = True) -> None:
+    """Parameters of which every file has a part, and counters that the files divide among them: those of each file."""
+    counters = [(rank, step) for rank, own in enumerate(steps) for step in own]
+    tensors: dict[str, tuple[Tensor, Sequence[Part]]] = {}
+    for number, (rank, step) in enumerate(counters):
+        moment = torch.randn(len(steps), 5)
+        rows: list[Part] = [((row, 0), moment[row : row + 1].clone()) for row in range(len(steps))]
+        if not is_shared:
+            rows = [*[None] * rank, ((0, 0), moment)]
+        tensors[f"optimizer.state.layers.{number}.weight.exp_avg"] = moment, rows
+        counter = torch.tensor(float(step))
+        tensors[f"optimizer.state.layers.{number}.weight.step"] = counter, [*[None] * rank, ((), counter)]
+    write_chunks(folder, tensors)
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_shared", "odd"),
+    [
+        pytest.param([[7] * 4, [7] * 3, []], True, [], id="one save"),
+        pytest.param([[7] * 4, [5] * 3, [7] * 3], True, ["__1_0.distcp"], id="another step"),
+        pytest.param([[7, 7, 3], [3, 7, 7], [7] * 3], True, [], id="layers that were frozen for some time"),
+        pytest.param([[7] * 4, [5] * 2, [7] * 3], True, [], id="too few to tell"),
+        pytest.param([[7] * 4, [5] * 3, [7] * 3], False, [], id="stages with parameters of their own"),
+    ],
+)
+def test_a_file_of_another_step(tmp_path: Path, steps: list[list[int]], is_shared: bool, odd: list[str]) -> None:
+    """All sizes are the same; nothing but the counters says of which save a file is."""
+    stepped(tmp_path, steps, is_shared)
+    report = ckptfix.check(tmp_path, weights="optimizer.state.layers.0.weight")
+    found = [finding.message for finding in report.findings if finding.code == "FIL105"]
+    expected = [f"{name} was saved with a different step than most ranks" for name in odd]
+    assert [message.partition(":")[0] for message in found] == expected
 
 
 def remove(folder: Path, metadata: Metadata) -> None:
