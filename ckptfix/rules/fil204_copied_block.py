@@ -22,9 +22,12 @@ https://www.usenix.org/conference/fast-08/analysis-data-corruption-storage-stack
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain
+from statistics import median
+from typing import Literal
 
 from msgspec import Struct
 
@@ -34,17 +37,22 @@ from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import DISK_BLOCK, TensorSpec
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_layers_own
+from ckptfix.values.scan import kernel
 
-FEW = 1 << 17  # hashes up to which making a set is faster than importing numpy
 MOST = 256  # distances between places with equal hashes at which runs are compared
 LONGEST = 1 << 24  # bytes of the shortest run that is part of the layout rather than a block
 TOGETHER = 4  # most runs that two matrices share if these are copies
 UNIT = 8  # a row or kernel with more numbers does not begin or end with a run by chance
 LONG = 64  # numbers of a row per number that may be equal beyond its end, as in rows that are nearly alike
 BESIDE = 8  # numbers on each side of a run that are compared too
-LAST_BITS = {2: 4, 4: 1 << 13}  # by itemsize, the units in the last place that rounding and a few gradients change
+# By itemsize: the integers that the bits are read as, and the units in the last place that rounding and a few gradients
+# change.
+LAST_BITS: dict[int, tuple[Literal["h", "i", "q"], int]] = {
+    2: ("h", 4),
+    4: ("i", 1 << 13),
+    8: ("q", 1 << 42),
+}
 _PIECES = (1 << 12, 1 << 20)  # bytes per comparison: the first one, and all others
 
 
@@ -76,12 +84,11 @@ def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the tensors with a run that also occurs elsewhere; propose nothing."""
     if context.checkpoint.format == IN_MEMORY:
         return
-    files: dict[str, list[tuple[_Matrix, memoryview, memoryview]]] = defaultdict(list)
+    files: dict[str, list[tuple[_Matrix, bytes, bytes]]] = defaultdict(list)
     for key, figures in context.matrices.items():
         if (figures.words or figures.marks) and is_layers_own(key):
             matrix = _placed(key, context.checkpoint.specs[key])
-            words, marks = (memoryview(data).cast("Q") for data in (figures.words, figures.marks))
-            files[matrix.file.file.path].append((matrix, words, marks))
+            files[matrix.file.file.path].append((matrix, figures.words, figures.marks))
     found = [run for matrices in files.values() for run in _copies(matrices)]
     if found:
         keys = dict.fromkeys(matrix.key for one, other, *_ in found for matrix in (one, other))
@@ -96,57 +103,66 @@ def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _placed(key: str, spec: TensorSpec) -> _Matrix:
     file = located(spec.storage.source) if spec.storage is not None else None
-    assert file is not None, "words and marks are kept only for tensors in a file"
+    assert file is not None, "words and marks are kept of what is in a file"
     start = file.offset + spec.offset * spec.itemsize
     return _Matrix(key, file, start, start + spec.nbytes, spec.shape, spec.itemsize)
 
 
-def _copies(found: Sequence[tuple[_Matrix, memoryview, memoryview]]) -> Iterator[Run]:
+def _copies(found: Sequence[tuple[_Matrix, bytes, bytes]]) -> Iterator[Run]:
     """Yield the runs that occur in two places."""
-    matrices = [matrix for matrix, *_ in found]
-    first = [-(-matrix.start // DISK_BLOCK) * DISK_BLOCK for matrix in matrices]
+    apart: list[tuple[_Matrix, bytes, bytes]] = []
+    for each in sorted(found, key=lambda each: each[0].start):
+        if not apart or each[0].start >= apart[-1][0].stop:  # tied tensors share a place: keep one
+            apart.append(each)
+    matrices = [matrix for matrix, *_ in apart]
+    marks = [memoryview(data).cast("Q") for *_, data in apart]
     blocks = _runs(
         matrices,
-        [words for _, words, _ in found],
-        lambda owner, words: first[owner] + DISK_BLOCK * np.arange(len(words)),
+        [words for _, words, _ in apart],
+        lambda owner, number: (-(-matrices[owner].start // DISK_BLOCK) + number) * DISK_BLOCK,
     )
     marked = _runs(
         matrices,
-        [marks[::2] for *_, marks in found],
-        lambda owner, _: matrices[owner].start + np.asarray(found[owner][2][1::2]).astype(np.int64),
+        [some[::2].tobytes() for some in marks],
+        lambda owner, number: matrices[owner].start + marks[owner][2 * number + 1],
     )
     copies = dict.fromkeys(run for run in chain(blocks, marked) if _is_copied(*run))
     together = Counter((one.key, other.key) for one, other, *_ in copies)
     yield from (run for run in copies if together[run[0].key, run[1].key] <= TOGETHER)
 
 
-def _runs(
-    matrices: Sequence[_Matrix], hashes: Sequence[memoryview], places: Callable[[int, memoryview], Array]
-) -> Iterator[Run]:
-    """Yield the runs around equal hashes: a few for each distance between two places."""
-    count = sum(map(len, hashes))
-    if not count or (count <= FEW and len({*chain.from_iterable(hashes)}) == count):
-        return
-    # Tied tensors share a place: keep one.
-    place, chosen = np.unique(np.concatenate([places(*each) for each in enumerate(hashes)]), return_index=True)
-    hashed = np.concatenate([np.asarray(some) for some in hashes])[chosen]
-    owner = np.repeat(np.arange(len(hashes)), [len(some) for some in hashes])[chosen]
+def _runs(matrices: Sequence[_Matrix], hashes: Sequence[bytes], place: Callable[[int, int], int]) -> Iterator[Run]:
+    """Yield the runs around equal hashes: a few for each distance between two places.
+
+    ``hashes`` has those of each matrix, in file order; ``place(matrix, number)`` returns the file offset of one."""
+    begins = [0, *accumulate(len(some) // 8 for some in hashes)]
+    by_distance: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    pairs = iter(_pairs(b"".join(hashes)))
+    for one, other in zip(pairs, pairs, strict=True):
+        mine, theirs = (bisect(begins, number) - 1 for number in (one, other))
+        at, to = place(mine, one - begins[mine]), place(theirs, other - begins[theirs])
+        by_distance[to - at].append((at, mine, theirs))
+    for distance in sorted(by_distance)[:MOST]:
+        places, number = by_distance[distance], 0
+        for _ in range(TOGETHER + 1):
+            if number < len(places):
+                at, mine, theirs = places[number]
+                run = _run(matrices[mine], matrices[theirs], at, at + distance)
+                yield run
+                number = max(number + 1, bisect(places, (run[2] + run[4],)))
+
+
+def _pairs(hashes: bytes) -> Iterable[int]:
+    """Return the index of each repeated hash, followed by the index of its next occurrence. Hashes with two equal halves
+    are skipped: they come from repeated numbers. With numpy, 2 GB take 0.3 s longer, half of that to import it."""
+    if (compiled := kernel()) is not None:
+        return compiled.pairs(hashes)
+    hashed = np.frombuffer(hashes, np.uint64)
     order = np.argsort(hashed, kind="stable")
     ranked = hashed[order]
     same = np.flatnonzero((ranked[1:] == ranked[:-1]) & (ranked[1:] >> np.uint64(32) != ranked[1:] & 0xFFFFFFFF))
-    one, other = order[same], order[same + 1]
-    ordered = np.lexsort((place[one], place[other] - place[one]))
-    one, other = one[ordered], other[ordered]
-    at = place[one]
-    begins = np.flatnonzero(np.diff(place[other] - at, prepend=-1)).tolist()
-    for begin, end in zip(begins[:MOST], [*begins[1:], len(at)], strict=False):
-        number = begin
-        for _ in range(TOGETHER + 1):
-            if number < end:
-                mine, theirs = matrices[owner[one[number]]], matrices[owner[other[number]]]
-                run = _run(mine, theirs, int(at[number]), int(place[other[number]]))
-                yield run
-                number = max(number + 1, begin + int(np.searchsorted(at[begin:end], run[2] + run[4])))
+    found = np.stack([order[same], order[same + 1]], 1)
+    return chain.from_iterable(found[np.argsort(found[:, 1])].tolist())
 
 
 def _run(one: _Matrix, other: _Matrix, at: int, to: int) -> Run:
@@ -162,14 +178,16 @@ def _equal(one: _Matrix, other: _Matrix, at: int, to: int, way: int, most: int) 
     while done < most:
         size = min(piece, most - done)
         mine, theirs = (
-            np.frombuffer(matrix.file.file.read(place + done if way > 0 else place - done - size, size), np.uint8)
+            matrix.file.file.read(place + done if way > 0 else place - done - size, size)
             for matrix, place in ((one, at), (other, to))
         )
         if len(mine) != len(theirs):
             return done
-        different = np.flatnonzero(mine[::way] != theirs[::way])
-        if len(different):
-            return done + int(different[0]) // one.itemsize * one.itemsize
+        if mine != theirs:
+            one_bits, other_bits = (int.from_bytes(data, "little" if way > 0 else "big") for data in (mine, theirs))
+            different = one_bits ^ other_bits
+            first = (different & -different).bit_length() - 1
+            return done + first // 8 // one.itemsize * one.itemsize
         done, piece = done + size, _PIECES[1]
     return done
 
@@ -182,23 +200,20 @@ def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> boo
         return False
     if _are_alike(one, other, at, to, size):
         return False
-    words = np.frombuffer(one.file.file.read(at, min(size // 8 * 8, DISK_BLOCK)), np.uint64)
-    return len(np.unique(words)) > len(words) // 2  # unlike an initialisation, which repeats a few numbers
+    words = memoryview(one.file.file.read(at, min(size // 8 * 8, DISK_BLOCK))).cast("Q")
+    return len({*words}) > len(words) // 2  # unlike an initialisation, which repeats a few numbers
 
 
 def _are_alike(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> bool:
     """Return whether the numbers next to a run differ only in their last bits: rows with the same initial values, such
     as those of classes that a head has not yet seen."""
-    reach, numbers = BESIDE * one.itemsize, np.dtype(f"<i{one.itemsize}")
-    gaps = [np.empty(0, np.int64)]
+    reach, (kind, most), gaps = BESIDE * one.itemsize, LAST_BITS[one.itemsize], []
     for way in (-reach, size):
-        first, second = (
-            np.frombuffer(matrix.file.file.read(place + way, reach), numbers).astype(np.int64)
-            if matrix.start <= place + way and place + way + reach <= matrix.stop
-            else gaps[0]
+        beside = [
+            memoryview(matrix.file.file.read(place + way, reach)).cast(kind)
             for matrix, place in ((one, at), (other, to))
-        )
-        if len(first) == len(second):
-            gaps.append(abs(first - second))
-    found = np.concatenate(gaps)
-    return bool(len(found)) and float(np.median(found)) <= LAST_BITS[one.itemsize]
+            if matrix.start <= place + way and place + way + reach <= matrix.stop
+        ]
+        if len(beside) == 2:
+            gaps += [abs(mine - theirs) for mine, theirs in zip(*beside, strict=True)]
+    return bool(gaps) and median(gaps) <= most

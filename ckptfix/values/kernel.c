@@ -16,7 +16,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define INTERFACE 7 /* as in kernel.py: raise both with every change of what they share */
+#define INTERFACE 8 /* as in kernel.py: raise both with every change of what they share */
 #define CHUNK 4096  /* numbers that stay in the first-level cache; 16-bit counters must hold as many */
 
 #if defined(__x86_64__)
@@ -386,3 +386,23 @@ void ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast
 
 /* Counts how often each of the 256 bytes is there. */
 void ckptfix_count(const uint8_t *bytes, size_t length, uint64_t *counts) { count_bytes(bytes, length, counts); }
+
+/* Finds equal hashes: stores the place of each hash that is there again, and the next place where it is, and returns how
+   many pairs there are. Hashes of two equal halves are left out: they are those of repeated numbers. `table` has `slots`
+   zeros, a power of two and more than `count`; `pairs` has room for two places of each hash. */
+size_t ckptfix_pairs(const uint64_t *hashes, size_t count, uint32_t *table, size_t slots, uint32_t *pairs)
+{
+    size_t found = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t hash = hashes[i];
+        if (hash >> 32 == (hash & 0xffffffffu))
+            continue;
+        size_t slot = (hash * 0x9e3779b97f4a7c15u) >> 32 & (slots - 1);
+        while (table[slot] && hashes[table[slot] - 1] != hash)
+            slot = (slot + 1) & (slots - 1);
+        if (table[slot])
+            pairs[2 * found] = table[slot] - 1, pairs[2 * found + 1] = (uint32_t)i, found++;
+        table[slot] = (uint32_t)i + 1; /* the next one makes a pair with this one */
+    }
+    return found;
+}

@@ -263,7 +263,7 @@ def first_numbers(spec: TensorSpec, count: int) -> Array:
 
 
 LIBRARY = Path(__file__).parent / "_kernel.so"
-INTERFACE = 7  # As in `kernel.c`. A library of another interface was built from other sources, and is not used.
+INTERFACE = 8  # As in `kernel.c`. A library of another interface was built from other sources, and is not used.
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 MARK = 16  # bytes of a mark
 STRIP = 16  # columns that `ckptfix_add_product` takes at a time
@@ -309,6 +309,9 @@ class Kernel:
             *(ctypes.c_float, ctypes.c_int),
         )
         self._merge.restype = None
+        self._pairs = library.ckptfix_pairs
+        self._pairs.argtypes = (pointer, ctypes.c_size_t, pointer, ctypes.c_size_t, pointer)
+        self._pairs.restype = ctypes.c_size_t
 
     def merge(
         self, dtype: str, rows: memoryview, two: Array, one: Array, width: int, scaling: float, rounds: bool
@@ -359,6 +362,15 @@ class Kernel:
         counts = np.zeros(256, np.uint64)
         self._count(_aligned(block, 1), block.nbytes, counts.ctypes.data)
         return counts
+
+    def pairs(self, hashes: bytes) -> memoryview:
+        """Return the places of equal hashes, as 32-bit integers: of each and of the next one that is equal. Hashes have
+        64 bits; those of two equal halves are left out."""
+        count = len(hashes) // 8
+        table = (ctypes.c_uint32 * (1 << (count + count // 2).bit_length()))()
+        pairs = (ctypes.c_uint32 * (2 * count))()
+        found = self._pairs(hashes, count, table, len(table), pairs)
+        return memoryview(pairs).cast("B").cast("I")[: 2 * found]
 
 
 def _aligned(block: memoryview, size: int) -> object:

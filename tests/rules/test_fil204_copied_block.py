@@ -21,7 +21,7 @@ def _file(path: Path, tensors: dict[str, torch.Tensor], shift: int = 0) -> bytea
     """The bytes of a safetensors file whose data begins ``shift`` bytes after a block of the disk."""
     entries, end = {}, 0
     for key, tensor in tensors.items():
-        dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[tensor.dtype]
+        dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}[tensor.dtype]
         entries[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]}
     header = json.dumps(entries)
     header += " " * ((shift - 8 - len(header)) % 4096)
@@ -79,7 +79,7 @@ def test_noop_in_memory() -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 8, 24, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("source", "target", "blocks"), [(3, 8, 1), (2, 9, 2), (9, 2, 1)])
 def test_a_block_from_another_place(tmp_path: Path, shift: int, dtype, source: int, target: int, blocks: int) -> None:
     raw = _file(tmp_path, _weights(dtype), shift)

@@ -207,3 +207,20 @@ def test_a_mark_is_whole_in_its_block(dtype, size):
     assert marks_of(units_of(words.view(np.uint8), dtype), dtype) == {}
     words[-8] = 0x5A5A5A5A
     assert list(marks_of(units_of(words.view(np.uint8), dtype), dtype)) == ([size - 32] if size <= 16384 else [])
+
+
+@given(st.lists(st.sampled_from([0, 1, 2**32, 5 << 32 | 5, 5 << 32 | 6, 2**64 - 1, 2**64 - 2, 77]), max_size=60))
+def test_each_equal_hash_makes_a_pair_with_the_one_before(hashes):
+    assert compiled is not None
+    last, wanted = {}, []
+    for number, hashed in enumerate(hashes):
+        if hashed >> 32 != hashed & 0xFFFFFFFF:
+            wanted += [last[hashed], number] if hashed in last else []
+            last[hashed] = number
+    assert compiled.pairs(np.array(hashes, np.uint64).tobytes()).tolist() == wanted
+
+
+def test_random_hashes_make_no_pairs():
+    assert compiled is not None
+    for count in (1, 2, 3, 1000, 87_381, 87_382, 100_000):  # the last ones fill two thirds and one third of the table
+        assert len(compiled.pairs(np.random.default_rng(count).bytes(8 * count))) == 0
