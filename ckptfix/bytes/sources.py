@@ -17,7 +17,7 @@ from ckptfix.core.facts import Fact
 from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.errors import Opt, UnreadableError, damaged
 
-BLOCK = 1 << 20  # bytes read at a time: they stay in the processor's cache until they are used
+BLOCK = 1 << 21  # bytes read at a time; with half as many, the time that Python takes per block slows scans by a sixth
 
 
 class FileBytes(Struct, frozen=True, eq=False, gc=False):

@@ -153,8 +153,10 @@ def _runs(matrices: Sequence[_Matrix], hashes: Sequence[bytes], place: Callable[
 
 
 def _pairs(hashes: bytes) -> Iterable[int]:
-    """Return the index of each repeated hash, followed by the index of its next occurrence. Hashes with two equal halves
-    are skipped: they come from repeated numbers. With numpy, 2 GB take 0.3 s longer, half of that to import it."""
+    """Return the index of each repeated hash, followed by the index of its next occurrence.
+
+    Hashes with two equal halves are skipped: they come from repeated numbers. With numpy, 2 GB take 0.3 s longer, half
+    of that to import it."""
     if (compiled := kernel()) is not None:
         return compiled.pairs(hashes)
     hashed = np.frombuffer(hashes, np.uint64)
