@@ -1,8 +1,8 @@
 """The engine of a cluster: each job is a Ray task.
 
-A task reads its source and writes its output by itself: URLs from wherever it runs, folders if every node has them
-under the same path. The driver sends a bounded number of jobs at a time, and writes the manifest. A job is declared
-with the memory that its file may take, so that Ray puts no more of them on a node than it can hold."""
+A task reads its source and writes its output itself: URLs from anywhere, folders if every node has them under the same
+path. The driver submits a bounded number of jobs at a time, and writes the manifest. Each job declares the memory that
+it may take, so that Ray schedules no more on a node than fit."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ckptfix.zoo.manifest import version
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.resources import cost_of
 
-_PATIENCE, _RECOUNT = 10.0, 10.0  # seconds that a cluster has to answer, and after which its nodes are counted again
-_AHEAD = 2  # jobs in flight for each processor: one runs, and one is there when it ends
+_PATIENCE, _RECOUNT = 10.0, 10.0  # seconds to wait for a cluster's answer, and between two counts of its nodes
+_AHEAD = 2  # submitted jobs per processor: one runs, and the next is ready when it ends
 
-_LOSSES = 5  # how often a job is tried whose node dies
+_LOSSES = 5  # attempts at a job whose node dies
 
 
 class RayEngine(Engine):
-    """Runs jobs on the Ray cluster at ``address``, or on one of this machine that ends with the run.
+    """Runs jobs on the Ray cluster at ``address``, or on one started on this machine for the run.
 
-    ``workers`` is the most that run at the same time, None for as many as the cluster has processors. ``scratch`` is
-    for temporary files of destinations that are folders; those of URLs are where each node has its own."""
+    At most ``workers`` run at the same time, None for as many as the cluster has processors. ``scratch`` is for the
+    temporary files of local destinations; for URLs, each node uses its own temporary folder."""
 
     address: str | None = None
     workers: int | None = None
@@ -60,7 +60,7 @@ class RayEngine(Engine):
                 self._ray.shutdown()
 
     def connect(self) -> bool:
-        """Find the cluster. Returns whether it is one of our own, or a connection of our own."""
+        """Connect to the cluster. Return whether this started the cluster or the connection."""
         try:
             import ray  # type: ignore[import-not-found, unused-ignore]  # an optional extra
         except ImportError as error:
@@ -84,7 +84,7 @@ class RayEngine(Engine):
         return True
 
     def count_nodes(self) -> None:
-        """Count what the cluster has, if it is time: nodes come and go."""
+        """Count the processors and memory of the cluster, if it is time to: nodes come and go."""
         if (now := time.monotonic()) - self._counted < _RECOUNT and self._counted:
             return
         self._counted = now
@@ -93,7 +93,7 @@ class RayEngine(Engine):
         self.memory = int(max((node.get("memory", 0) for node in nodes), default=0))
 
     def declared(self, job: Job) -> int:
-        """Return the memory that a job asks for: at most what the largest node has, or it would never run."""
+        """Return the bytes of memory that a job declares: at most those of the largest node, or it would never run."""
         wanted = cost_of(job.item.size, job.runs_model, job.fetches).memory * min(job.attempt, 2)
         return min(wanted, self.memory)
 
@@ -103,10 +103,10 @@ class RayEngine(Engine):
             job = self._lost.pop() if self._lost else next(jobs, None)
             if job is None:
                 return
-            # A rename puts outputs in place if the destination is a folder: then temporary files have to be in it.
+            # A local destination needs temporary files on the same disk, since a rename puts them in place.
             scratch = str(self.scratch.absolute()) if "://" not in job.destination else self._name
             task = self._task.options(num_cpus=1, memory=self.declared(job), name=label_of(job))
-            # Waiting for a place counts too, hence twice the time.
+            # twice the time, since waiting to be scheduled counts too
             begun = task.remote(job, scratch, str(Path.cwd()), version())
             self._under_way[begun] = job, time.monotonic() + self.patience(job)
 
@@ -123,7 +123,7 @@ class RayEngine(Engine):
         except exceptions.RayTaskError as error:
             return failed(job, f"{job.item.name}: its node failed: {_last_line(error)}")
         except (exceptions.NodeDiedError, exceptions.ObjectLostError, exceptions.OwnerDiedError) as error:
-            if job.attempt < _LOSSES:  # which is not the fault of the job
+            if job.attempt < _LOSSES:  # not the fault of the job
                 self._lost.append(replace(job, attempt=job.attempt + 1))
                 return None
             return f"its node was lost ({_last_line(error)})"
@@ -140,7 +140,7 @@ class RayEngine(Engine):
         self._ray.cancel(running, force=True)
 
     def _sweep(self) -> None:
-        """End the tasks under way, and remove what they left on the nodes."""
+        """Cancel running tasks, and remove their temporary files on the nodes."""
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -156,11 +156,11 @@ class RayEngine(Engine):
             tasks = [sweeper.options(scheduling_strategy=each).remote(self._name) for each in strategies]
             self._ray.wait(tasks, num_returns=len(tasks), timeout=30)
         except RayError:
-            return  # the cluster is going, and the temporary folders of its nodes with it
+            return  # the cluster is shutting down, and its nodes with it
 
 
 def perform_on_node(job: Job, scratch: str, folder: str, expected: str) -> Done:
-    """Do a job on a node. ``scratch`` is a path, or the name of a temporary folder of the node."""
+    """Perform a job on a node. ``scratch`` is an absolute path, or a name in the temporary folder of the node."""
     from ckptfix.zoo.performing import perform
 
     if version() != expected:
@@ -169,7 +169,7 @@ def perform_on_node(job: Job, scratch: str, folder: str, expected: str) -> Done:
             f"{job.item.name}: a node has ckptfix {version()} and the driver {expected}; install one version on all",
         )
     if Path(folder).is_dir():
-        os.chdir(folder)  # what paths are relative to, and the place of the user's own modules
+        os.chdir(folder)  # for relative paths, and for the user's own modules
     node = os.uname().nodename
     for name in (job.source, job.destination):
         root = open_place(name).root
@@ -178,15 +178,15 @@ def perform_on_node(job: Job, scratch: str, folder: str, expected: str) -> Done:
     for name, file in job.treatment.files():
         if not Path(file).exists():
             return failed(job, f"{file}: is needed ({name}) and is not on the node {node}; share it")
-    place = Path(tempfile.gettempdir(), scratch)  # which is the second only if that is absolute
+    place = Path(tempfile.gettempdir(), scratch)  # an absolute `scratch` stays itself
     place.mkdir(parents=True, exist_ok=True)
-    Workplace(place, job.number).clear()  # of an attempt that was killed here
+    Workplace(place, job.number).clear()  # from an attempt that was killed here
     try:
         done = perform(job, place)
     except CkptfixError as error:
         return failed(job, str(error))
     if done.is_exhausted and job.attempt == 1:
-        # Ray would give this process the next job. The driver takes it for crashed, and tries again beside no other.
+        # Ray would reuse this process. So it exits, and the driver, which sees a crash, tries once more on its own.
         os._exit(1)
     return done
 
@@ -197,7 +197,7 @@ def sweep_node(run: str) -> None:
 
 
 def label_of(job: Job) -> str:
-    """Return what Ray calls the task of a job: the end of the file's name, as text, which not every name is."""
+    """Return the name of a job's task: the end of the file's name, as valid text."""
     return job.item.name[-100:].encode(errors="replace").decode()
 
 

@@ -1,12 +1,12 @@
-"""Put outputs in place and write them down: in groups, so that ten thousand small files need few flushes.
+"""Puts outputs in place and records them, in groups, so that ten thousand small files need few flushes.
 
-    flush     what the workers wrote is on the disk before it gets its name
-    rename    each output appears complete, or not at all
-    flush     and so do the names
-    append    the lines of the manifest and of the weights, flushed
+    flush     the outputs of the workers, before they get their names
+    rename    each output to its name, so that it appears complete or not at all
+    flush     the folders, for the names
+    append    lines to the manifest and the weights, flushed
 
-A kill at any point leaves at most outputs without a line, which the next run makes again, and never a line without its
-output. The workers go on meanwhile, and what they finish is the next group."""
+A kill at any point may leave outputs without a line, which the next run makes again, but never a line without its
+output. Meanwhile the workers continue, and what they finish is the next group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckptfix.zoo.places import Place
 
 
 def sha256_of_files(files: Iterable[tuple[str, Path]]) -> str:
-    """Return one sha256 of several files: of the lines ``DIGEST NAME`` that sha256sum prints, in the order given."""
+    """Return one SHA-256 for several files: that of the lines ``DIGEST  NAME`` that sha256sum prints for them."""
     whole = hashlib.sha256()
     for name, path in files:
         whole.update(f"{sha256_of_file(path)}  {name}\n".encode("utf-8", "surrogateescape"))
@@ -39,14 +39,14 @@ def sha256_of_files(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def copy_file(source: Path, goal: Path) -> int:
-    """Copy a file with its permissions and times, inside the kernel if it can, which shares the blocks if the file
-    system can. Returns the number of bytes."""
+    """Copy a file with its permissions and times, inside the kernel if possible, which shares blocks on file systems
+    that support it. Return the number of bytes."""
     with source.open("rb", buffering=0) as old, goal.open("xb", buffering=0) as new:
         size = os.fstat(old.fileno()).st_size
         try:
             while os.copy_file_range(old.fileno(), new.fileno(), CHUNK):
                 pass
-        except (OSError, AttributeError):  # another file system, or a system without the call: copy the rest by hand
+        except (OSError, AttributeError):  # another file system, or no such call: copy the rest in user space
             shutil.copyfileobj(old, new, 1 << 20)
         written = new.tell()
     if written != size:
@@ -56,7 +56,7 @@ def copy_file(source: Path, goal: Path) -> int:
 
 
 def deliver_staged(staged: Sequence[Staged], destination: Place) -> None:
-    """Put files in place in their order, each of them durable before it gets its name."""
+    """Put files in place in order, each flushed before it gets its name."""
     if destination.root is None:
         for each in staged:
             destination.put(Path(each.path), each.name)
@@ -72,7 +72,7 @@ def deliver_staged(staged: Sequence[Staged], destination: Place) -> None:
 
 
 def put_in_place(staged: Staged, root: Path) -> set[Path]:
-    """Rename one file to its name below a local root. Returns the folders that have to be flushed.
+    """Rename one file to its name below a local root. Return the folders to flush.
 
     Raises ``WriteError`` if that fails."""
     goal = root / staged.name
@@ -86,21 +86,22 @@ def put_in_place(staged: Staged, root: Path) -> set[Path]:
 
 
 def forget(path: Path) -> None:
-    """Give up the cached pages of a file that is on the disk: a zoo is not read again at once, and it would displace
-    what is. The next file takes these pages, at a third of the cost of new ones."""
+    """Drop the cached pages of a flushed file, which is not read again soon and would displace files that are. The next
+    file reuses these pages, at a third of the cost of new ones."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError), path.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-_MOST = 512  # finished jobs after which a group is written down at once
-_LARGE = 1 << 20  # bytes of an output whose pages are worth a call
+_MOST = 512  # finished jobs after which a group is recorded at once
+_LARGE = 1 << 20  # bytes of an output from which dropping its pages is worth a call
 
 
 class Committer:
-    """Takes what came of jobs and writes it down, in the order of arrival: in groups, and at the end, also after
-    Ctrl-C. ``on_written`` gets each of them when nothing can undo it any more. ``left_over`` returns the outputs of an
-    earlier run that a record makes stale."""
+    """Records the results of jobs in the order of arrival: in groups, and at the end, also after Ctrl-C.
+
+    ``on_written`` gets each result once it is durable. ``left_over`` returns the outputs of an earlier run that a
+    record makes stale."""
 
     def __init__(
         self,
@@ -124,13 +125,13 @@ class Committer:
         self.commit()
 
     def add(self, done: Done) -> None:
-        """Take what came of a job, to be written down with others."""
+        """Take the result of a job, to record it with others."""
         self._waiting.append(done)
         if len(self._waiting) >= _MOST:
             self.commit()
 
     def commit(self) -> None:
-        """Write down what is finished."""
+        """Record the results so far."""
         group, self._waiting = self._waiting, []
         for done in self._written(group) if group else ():
             self._on_written(done)
@@ -148,7 +149,7 @@ class Committer:
             self._flush(sorted(folders))
         for done in new:
             for name in self._left_over(done.record):
-                self._destination.remove(name)  # before the line, or a kill between the two would leave it for ever
+                self._destination.remove(name)  # before the line, or a kill in between would leave it for ever
         self._weights.append([(done.record.source, done.weights) for done in new if done.weights])
         for done in new:
             if done.weights is None:
@@ -162,7 +163,7 @@ class Committer:
                 flush_file(file)
 
     def _placed(self, done: Done, root: Path, folders: set[Path]) -> Done:
-        """Put the outputs of a job in place; if that fails, the job has."""
+        """Put the outputs of a job in place; if that fails, the job failed."""
         try:
             for each in done.staged:
                 self._check_folder((root / each.name).parent, root)
@@ -172,23 +173,23 @@ class Committer:
             record = replace(nothing, outcome=Outcome.FAILED, error=str(error))
             done = replace(done, record=record, weights=None, staged=())
         if len(done.staged) != 1:
-            Workplace(self._scratch, done.number).clear()  # of shards, the folder is left
+            Workplace(self._scratch, done.number).clear()  # the folder of shards is still there
         return done
 
     def _check_folder(self, folder: Path, root: Path) -> None:
-        """Raise if a link in the destination leads out of it: a source could be there."""
+        """Raise ``WriteError`` if a link in the destination leads out of it, perhaps to a source."""
         if folder not in self._safe and not folder.resolve().is_relative_to(root.resolve()):
             raise WriteError(f"{folder}: is a link that leads outside the destination; remove it")
         self._safe.add(folder)
 
 
 def flush_file_system(folder: Path) -> bool:
-    """Flush the file system of a folder in one go. Returns False if the system has no such call, or it failed."""
+    """Flush the whole file system of a folder. Return False if there is no such call, or if it failed."""
     if sys.platform != "linux":
         return False
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        # Since Linux 5.8 it also reports errors that came up meanwhile (https://man7.org/linux/man-pages/man2/sync.2.html).
+        # Since Linux 5.8 it also reports writeback errors (https://man7.org/linux/man-pages/man2/sync.2.html).
         return bool(ctypes.CDLL(None).syncfs(descriptor) == 0)
     finally:
         os.close(descriptor)

@@ -1,9 +1,8 @@
-"""``ckptfix migrate --init``: look at the files of a zoo, and draft the table that says what belongs to what.
+"""Drafts ``zoo.toml`` for ``ckptfix migrate --init``: which files belong to which model, and the evidence.
 
-``survey`` opens each checkpoint and groups those of equal layout. A group is recognised by its exact structure, by a
-class, by characteristic keys, or by the names of its files. The table is written with the evidence, and with the open
-questions. ``ckptfix.known`` knows the structures that libraries build; ``families.toml`` has the characteristic names
-of other models."""
+``survey`` opens each checkpoint and groups those with equal layouts. A group is recognised by its exact structure, a
+class, characteristic keys, or the names of its files. ``ckptfix.known`` has the structures that libraries build,
+``families.toml`` the characteristic names of other models."""
 
 from __future__ import annotations
 
@@ -36,20 +35,20 @@ from ckptfix.zoo.places import Place
 from ckptfix.zoo.survey import Group, Sight, gather, survey
 
 _FAMILIES = Path(__file__).with_name("families.toml")
-_BUILDERS = ("timm", "torchvision")  # libraries whose models are known by what people call their files
+_BUILDERS = ("timm", "torchvision")  # libraries whose models are recognised in names of files
 _SHOWN = 4
 
 
 class Confidence(Enum):
-    """How sure an architecture is."""
+    """How certain an architecture is."""
 
-    EXACT = "exact"  # every name and shape is that of the model
-    GUESS = "guess"  # only a class, a characteristic key or the names of the files say so
+    EXACT = "exact"  # every name and shape matches the model
+    GUESS = "guess"  # only a class, a characteristic key or the names of the files suggest it
     UNKNOWN = "unknown"
 
 
 class Architecture(Struct, frozen=True):
-    """An architecture. ``model`` or ``like`` is the line of the table; ``needs`` is the package that has it."""
+    """An architecture. ``model`` or ``like`` is its line in the table; ``needs`` is the package that contains it."""
 
     title: str
     confidence: Confidence
@@ -60,8 +59,8 @@ class Architecture(Struct, frozen=True):
 
 
 def find_architecture(shapes: Shapes, classes: Iterable[str], names: Iterable[str]) -> Architecture:
-    """Return the architecture of a layout. ``classes`` are those of models that were saved whole, ``names`` the names
-    of the files: they choose among equal structures, and are evidence for or against."""
+    """Return the architecture of a layout. ``classes`` are those of models that were pickled whole, ``names`` those of
+    the files, which decide between equal structures and are evidence for or against."""
     names = tuple(names)
     stems = [re.sub(r"[^a-z0-9]+", "_", name.rpartition("/")[2].lower()).strip("_") for name in names]
     known = recognise(shapes, names)
@@ -76,13 +75,13 @@ def find_architecture(shapes: Shapes, classes: Iterable[str], names: Iterable[st
 
 @cache
 def named_models() -> Mapping[str, str]:
-    """Return the names of the models that a draft can build, with the library of each."""
+    """Return the names of the models that a draft can name, with the library of each."""
     pairs = [(library, name) for library, _, name in (each.partition("/") for each in table().names())]
-    return {name: library for library, name in sorted(pairs) if library in _BUILDERS}  # of two the last, torchvision's
+    return {name: library for library, name in sorted(pairs) if library in _BUILDERS}  # torchvision's wins over timm's
 
 
 def name_in(stem: str) -> str | None:
-    """Return the longest name of a model that a file's name holds, as words of its own."""
+    """Return the longest name of a model that a file's name contains as whole words, None without one."""
     text = f"_{stem}_"
     return max((name for name in named_models() if f"_{name}_" in text), key=len, default=None)
 
@@ -103,7 +102,7 @@ def _by_class(classes: Iterable[str]) -> Architecture | None:
 
 
 def _by_family(shapes: Shapes) -> Architecture | None:
-    """Return the family that one characteristic name gives away."""
+    """Return the family that has one of the keys as a characteristic name, None if no family does."""
     for title, family in parse_toml(_FAMILIES).items():
         expression = re.compile(family["pattern"])
         if (key := next(filter(expression.fullmatch, shapes), None)) is not None:
@@ -113,7 +112,7 @@ def _by_family(shapes: Shapes) -> Architecture | None:
 
 
 def _by_name(stems: Sequence[str]) -> Architecture:
-    """Return what only the names of the files say."""
+    """Return the architecture that the names of the files suggest."""
     name = next((name for stem in stems if (name := name_in(stem)) is not None), None)
     if name is None:
         return Architecture("unknown", Confidence.UNKNOWN, ("names and shapes match no known architecture",))
@@ -123,7 +122,7 @@ def _by_name(stems: Sequence[str]) -> Architecture:
 
 
 def _named(found: Architecture, stems: Sequence[str]) -> list[str]:
-    """Return what the names of the files say of an architecture that is sure, for and against."""
+    """Return the evidence in the names of the files for or against an exact architecture."""
     if found.confidence is not Confidence.EXACT:
         return []
     named = Counter(name for stem in stems if (name := name_in(stem)) is not None)
@@ -156,7 +155,7 @@ _DEFAULTS = """\
 
 
 def write_draft(zoo: str, found: Found, sights: Sequence[Sight], others: int) -> str:
-    """Return the text of ``zoo.toml``: an introduction, the defaults, a table for each group, and what is open."""
+    """Return the text of ``zoo.toml``: an introduction, defaults, a table for each group, and open questions."""
     read = sum(len(group.sights) for group, _ in found)
     counts = f"{counted(len(sights), 'checkpoint')} in {zoo}: {read} read, {len(sights) - read} not; "
     lines = [*comment(f"{counts}{counted(len(found), 'layout')} of keys. {counted(others, 'other file')}."), "#"]
@@ -193,12 +192,12 @@ def _group(number: int, group: Group, found: Architecture, groups: Found) -> Ite
 
 
 def _is_active(found: Architecture) -> bool:
-    """Return whether a model line counts as it is: only if each name and shape is proven to be the model's."""
+    """Return whether the model line is active and not a comment, as for an exact match."""
     return (found.model or found.like) is not None and found.confidence is Confidence.EXACT
 
 
 def _nearest(number: int, group: Group, groups: Found) -> Iterator[str]:
-    """Another group with the same keys: the same model with another head, most often."""
+    """Yield a remark on another group with the same keys, which is mostly the same model with another head."""
     own = group.layout
     for other_number, (other, _) in enumerate(groups, 1):
         if other_number != number and other.layout.shapes.keys() == own.shapes.keys():
@@ -212,10 +211,10 @@ def _nearest(number: int, group: Group, groups: Found) -> Iterator[str]:
 
 
 def _circumstances(group: Group) -> Iterator[str]:
-    """Yield what is not the same in all files of a group, or what a newcomer has to know of them."""
+    """Yield remarks on the files of a group: prefixes, dtypes, age and damage."""
     sights = group.sights
     for prefix, names in _by(sights, lambda sight: sight.prefix):
-        # Without a model, the rules remove only what is certainly a wrapper's.
+        # Without a model, the rules only remove what is certainly a wrapper's.
         condition = "" if prefix.startswith(("module.", "_")) else " if a model is named"
         place = "the keys contain" if prefix.startswith("_") else "the keys begin with"
         yield f"{place} {prefix}, which is removed{condition}: {_which(names, sights)}"
@@ -229,7 +228,7 @@ def _circumstances(group: Group) -> Iterator[str]:
 
 
 def _weights(group: Group) -> Iterator[str]:
-    """Yield the state_dicts of files that hold several: a choice that is the user's."""
+    """Yield the choice between the state_dicts of files that have several."""
     first = group.sights[0]
     if not first.candidates:
         return
@@ -242,7 +241,7 @@ def _weights(group: Group) -> Iterator[str]:
 
 
 def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
-    """Yield what is not known, and what can be done about it."""
+    """Yield the unknown groups and unreadable files, with tables for what can be done."""
     unknown = [group for group, architecture in found if architecture.confidence is Confidence.UNKNOWN]
     unread = [sight for sight in sights if sight.layout is None]
     if not (unknown or unread):
@@ -262,7 +261,7 @@ def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
 
 
 def _by(sights: Iterable[Sight], key: Callable[[Sight], str]) -> list[tuple[str, list[str]]]:
-    """Return the names of the files by what ``key`` says of them, the most frequent first; without the empty text."""
+    """Return the names of the files grouped by a non-empty ``key``, the most frequent first."""
     found: dict[str, list[str]] = {}
     for sight in sights:
         if said := key(sight):
@@ -275,14 +274,14 @@ def _which(names: Sequence[str], sights: Sequence[Sight]) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a TOML string. Bytes of a name that are not UTF-8 have no form in TOML: each becomes ``?``,
+    """Return a text as a TOML string. Bytes of a name that are not UTF-8 cannot be written in TOML: each becomes ``?``,
     which matches any character in a pattern."""
     known = re.sub(r"[\ud800-\udfff]", "?", re.sub(r'["\\]', r"\\\g<0>", text))
     return '"' + "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in known) + '"'
 
 
 def comment(text: str, mark: str = "# ") -> Iterator[str]:
-    """Yield the lines of a comment; the later ones are indented."""
+    """Yield the lines of a comment, wrapped, with a hanging indent."""
     later = "#".ljust(len(mark) + 2)
     first, *rest = wrap(one_line(text), WIDTH - len(later), break_on_hyphens=False) or [""]
     yield f"{mark}{first}".rstrip()
@@ -290,7 +289,7 @@ def comment(text: str, mark: str = "# ") -> Iterator[str]:
 
 
 def texts(name: str, given: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of a key with one text, or with a list of them, a line for each if one line is too short."""
+    """Yield the lines of a TOML key with one string or a list of them, which is split if it is long."""
     given = tuple(given)
     line = f"{name} = " + (quoted(given[0]) if len(given) == 1 else f"[{', '.join(map(quoted, given))}]")
     if len(line) <= WIDTH or len(given) == 1:
@@ -300,7 +299,7 @@ def texts(name: str, given: Iterable[str]) -> Iterator[str]:
 
 
 def draft_table(place: Place, items: Sequence[Item], room: float | None = None) -> str:
-    """Return the text of a ``zoo.toml`` for a zoo, the same for the same files. ``room`` is that of ``survey``."""
+    """Return the text of a ``zoo.toml`` for a zoo, deterministically. ``room`` is passed to ``survey``."""
     sights = survey(place, items, room)
     seen = {sight.name for sight in sights}
     others = [item.name for item in items if item.name not in seen]

@@ -1,6 +1,6 @@
-"""What runs jobs, and the engine of one machine: worker processes that are kept alive over many jobs.
+"""Runs jobs: the part common to all engines, and the engine of one machine, whose worker processes run many jobs each.
 
-A worker that dies takes one job with it: the one it was doing."""
+If a worker dies, only the job that it was running is affected."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _PATIENCE, _SLOWEST = 1800.0, 1e6
 
 
 def patience(job: Job) -> float:
-    """Return the seconds after which a job counts as endless: half an hour, and a second for each MB."""
+    """Return the seconds after which a job is ended: half an hour, one for each MB, and time for the forward tests."""
     timeout: float = job.treatment.settings.get("timeout", 0)
     return _PATIENCE + job.item.size / _SLOWEST + 8 * timeout
 
 
 class Engine(Struct):
-    """Runs jobs, several at a time, and survives what becomes of any of them: the part that all engines share.
+    """Runs jobs, several at a time, and survives their crashes: the part common to all engines.
 
-    A job whose process dies is tried again when no other runs, in case it lacked the memory that its neighbours had,
-    and fails for good if the process dies again. ``scratch`` is a folder for temporary files."""
+    A job whose process dies is tried once more with no other job running, in case it lacked memory. ``scratch`` is a
+    folder for temporary files."""
 
     scratch: Path
     patience: Callable[[Job], float] = patience
-    # Whether outputs come back staged, on this machine, for the driver to flush and rename in groups.
+    # Whether outputs are staged on this machine for the driver to flush and rename in groups.
     is_grouped: ClassVar[bool] = False
     _under_way: dict[Any, tuple[Job, float]] = field(default_factory=dict)
     _again: list[Job] = field(default_factory=list)
@@ -57,44 +57,43 @@ class Engine(Struct):
     def run_jobs(
         self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
     ) -> None:
-        """Do all jobs, and call ``on_done`` in this thread for each, in the order in which they end.
+        """Run all jobs, and call ``on_done`` in this thread for each, in the order in which they end.
 
-        ``jobs`` come with the largest first, and are taken as they are needed. ``on_wait`` is called a few times a
-        second with the number of jobs that are under way. Any exception, such as that of Ctrl-C, ends the jobs under
-        way, and nothing of them is left."""
+        ``jobs``, the largest first, are taken one by one as needed. ``on_wait`` is called a few times a second with the
+        number of running jobs. Any exception, such as from Ctrl-C, ends the running jobs and removes their files."""
         with self._opened():
             self._run(iter(jobs), on_done, on_wait)
             while self._again:
                 self._run(iter([self._again.pop(0)]), on_done, on_wait)
 
     def _opened(self) -> AbstractContextManager[None]:
-        """Provide what runs jobs. At the end nothing of it is left."""
+        """Start whatever runs jobs, and stop it at the end."""
         raise NotImplementedError
 
     def _begin(self, jobs: Iterator[Job]) -> None:
-        """Begin as many of the jobs as there is room for, and note them as ``_under_way`` by what ``wait`` returns."""
+        """Start as many jobs as fit. Enters each in ``_under_way`` by the handle that ``_wait`` returns."""
         raise NotImplementedError
 
     def _wait(self, seconds: float) -> Iterable[Any]:
-        """Return which of those under way have ended, when one has."""
+        """Wait until a running job has ended, at most so many seconds, and return the handles of all that have."""
         raise NotImplementedError
 
     def _take(self, ended: Any, job: Job) -> Done | str | None:
-        """Return what came of a job, or how its process died; None if it is begun again."""
+        """Return the result of a job, or how its process died; None if it is started again."""
         raise NotImplementedError
 
     def _end(self, running: Any, job: Job) -> None:
-        """End a job at once."""
+        """Kill a running job."""
         raise NotImplementedError
 
     def _watch(self, on_done: Callable[[Done], None]) -> None:
-        """Look after the jobs under way, from time to time."""
+        """Check the running jobs; called regularly. Ends those that take too long."""
         for running, (job, began) in list(self._under_way.items()):
             if time.monotonic() - began > (limit := self.patience(job)):
                 self._bury(running, f"it took longer than {limit:.0f} s", on_done, again=False)
 
     def _bury(self, running: Any, cause: str, on_done: Callable[[Done], None], again: bool = True) -> None:
-        """End a job under way: it is tried once more, or has failed."""
+        """Kill a running job, and try it once more or let it fail."""
         job, _ = self._under_way.pop(running)
         self._end(running, job)
         self._fail(job, cause, on_done, again)
@@ -125,7 +124,7 @@ class Engine(Struct):
                 on_wait(len(self._under_way))
 
 
-_AHEAD = 64  # jobs that are considered if the next does not fit beside those that run
+_AHEAD = 64  # jobs considered if the next does not fit beside the running ones
 _TAIL = 4096
 
 
@@ -140,21 +139,21 @@ class Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ckptfix.zoo.engine", str(os.getpid()), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=log,  # what the user's own code prints, or a crash
+                stdout=log,  # output of the user's code, or of a crash
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                # What it leaves when it is killed, such as the folder of a forward test, goes with the scratch folder.
+                # What a killed worker leaves, such as the folder of a forward test, is removed with the scratch folder.
                 env={**os.environ, "TMPDIR": str(scratch.resolve())},
                 start_new_session=True,
             )
 
     def give(self, job: Job) -> None:
-        """Send a job to a worker that has none: it reads, so that the driver never waits for it."""
-        with contextlib.suppress(OSError):  # it has died, which shows when its answer is read
+        """Send a job to an idle worker, which is reading, so that this never blocks."""
+        with contextlib.suppress(OSError):  # it has died, which reading its answer will show
             self.answers.send((job, str(self._scratch)))
 
     def take(self) -> Done | None:
-        """Return the answer, when it comes; None if the worker has died."""
+        """Wait for the answer and return it; None if the worker has died."""
         try:
             done: Done = self.answers.recv()
         except (EOFError, OSError):
@@ -162,18 +161,18 @@ class Worker:
         return done
 
     def end(self) -> None:
-        """Let it go when it has nothing more to do."""
+        """Let the worker exit, and wait for it."""
         self.answers.close()
         self.process.wait()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the worker, and wait for it."""
         self.process.kill()
         self.process.wait()
         self.answers.close()
 
     def cause_of_death(self) -> str:
-        """Say how it ended."""
+        """Return how the worker ended, as a clause with advice."""
         code = self.process.wait()
         if code == -signal.SIGKILL:
             return (
@@ -188,8 +187,9 @@ class Worker:
 
 
 def check_models(places: Mapping[str, str]) -> None:
-    """Raise ``UsageError`` if models name nothing: once for all of them, before the first file. ``places`` says for
-    each which table it is from. This imports the user's code, in a worker: the driver stays small, and survives it."""
+    """Raise ``UsageError`` if a model cannot be resolved, for all of them at once. ``places`` maps each model to the
+    table that names it. This imports the user's code, so it is done in a worker: the driver stays small, and survives.
+    """
     if not places:
         return
     with temporary_folder() as scratch:
@@ -211,13 +211,13 @@ def check_models(places: Mapping[str, str]) -> None:
 
 
 class LocalEngine(Engine):
-    """Runs jobs in ``count`` processes at most, within a budget."""
+    """Runs jobs in at most ``count`` processes of this machine, within a budget."""
 
     count: int = 1
     budget: Budget = field(default_factory=lambda: Budget(0))
     is_grouped: ClassVar[bool] = True
-    _workers: dict[Any, Worker] = field(default_factory=dict)  # by the pipes of their answers
-    _seen: deque[Job] = field(default_factory=deque)  # jobs that were considered, and are not begun yet
+    _workers: dict[Any, Worker] = field(default_factory=dict)  # by the pipe of their answers
+    _seen: deque[Job] = field(default_factory=deque)  # jobs that were considered and not started yet
     _passed_over: int = 0
     _started: int = 0
 
@@ -249,7 +249,7 @@ class LocalEngine(Engine):
             idle.give(job)
 
     def _next_that_fits(self, jobs: Iterator[Job]) -> Job | None:
-        """Take the first job that fits into the budget; None if none fits, or what was passed over has to be next."""
+        """Take the first job that fits the budget; None if none fits, or if one passed over too often is next."""
         for place in range(_AHEAD if self._passed_over < _AHEAD else 1):
             if place == len(self._seen):
                 self._seen.extend(islice(jobs, 1))
@@ -279,7 +279,7 @@ class LocalEngine(Engine):
 
     def _watch(self, on_done: Callable[[Done], None]) -> None:
         super()._watch(on_done)
-        # The largest worker ends if all together hold more than the budget: what was expected of it was too little.
+        # If the workers together hold more than the budget, the largest needs more than estimated and is killed.
         busy = [(memory_of(self._workers[running].process.pid), running) for running in self._under_way]
         taken, largest = max(busy, key=lambda pair: pair[0], default=(0, None))
         if largest is None:
@@ -295,26 +295,26 @@ def _cost(job: Job) -> Cost:
     return cost_of(job.item.size, job.runs_model, job.fetches)
 
 
-# Objects after which Python looks for garbage, 700 by default. A file has many, and its garbage can wait for a few
-# others.
+# Allocations between two garbage collections; Python's default is 700. A file takes many, and its garbage can wait for
+# a few other files.
 _NEW_OBJECTS = 5_000
-_EASY_PREY = b"600"  # if memory runs out, the kernel should end a worker and not the driver, nor another program
+_EASY_PREY = b"600"  # if memory runs out, the kernel should kill a worker, not the driver or another program
 
 
 def main() -> None:
-    """Do jobs until the driver closes the pipe."""
+    """Run jobs from the driver until it closes the pipe."""
     driver, descriptor = map(int, sys.argv[1:])
     os.set_inheritable(descriptor, False)
     pipe = Connection(descriptor)
     faulthandler.enable()
     gc.set_threshold(_NEW_OBJECTS)
-    # Else Python goes through all of torch once more when it ends; see ``ckptfix.cli`` for Triton.
+    # Without this, Python collects garbage in all of torch at exit; see ``ckptfix.cli`` about Triton.
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     die_with(driver)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(_EASY_PREY)
-    from ckptfix.zoo.performing import perform  # only now: a worker without a driver ends at once
+    from ckptfix.zoo.performing import perform  # imported late: a worker without a driver ends at once
 
     while True:
         try:
@@ -325,7 +325,7 @@ def main() -> None:
 
 
 def _fault_of_model(model: str) -> str | None:
-    """Return why a model line of a table names nothing; None if it names something."""
+    """Return why a model of a table cannot be resolved; None if it can."""
     from ckptfix.modules.factory import resolve
 
     try:

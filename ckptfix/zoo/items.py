@@ -1,11 +1,11 @@
-"""What is in a zoo: its checkpoints, which may be folders, and its other files.
+"""Lists a zoo: its checkpoints, which may be folders, and its other files.
 
-Every file of the place ends in exactly one item, apart from shards that two indexes name. What a repository keeps for
-itself (``.git``) has to keep its bytes: a checkpoint in there does not belong to the zoo.
+Every file of the place is part of exactly one item, except shards that two indexes name. Files inside a repository
+(``.git``) are copied unchanged, even checkpoints.
 
-A name that claims to be a checkpoint is taken at its word: a ``.pth`` that turns out to be an error page is an
-unreadable checkpoint, and nothing to be copied as if it were right. Other files have their first bytes looked at. Which
-files are one checkpoint together, names say most of the time; else one small file is read."""
+A file named like a checkpoint counts as one: a ``.pth`` that turns out to be an error page is an unreadable checkpoint
+and is not copied as another file. Other files are recognised by their first bytes. Names mostly show which files form
+one checkpoint; otherwise one small file is read."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from ckptfix.reading.torch_files.torch_legacy import MAGIC
 from ckptfix.zoo.naming import compile_patterns
 from ckptfix.zoo.places import Entry, Place
 
-HEAD = 4096  # bytes of a file that are read; more are no better, since what tells comes first
-EXPANDED = 1 << 16  # bytes that the head of a compressed file is expanded to, at most
+HEAD = 4096  # bytes read from a file: what identifies it comes first
+EXPANDED = 1 << 16  # the most bytes that the head of a compressed file is expanded to
 _DEPTH = 3
 _DECODERS: dict[str, decoders.Decoder] = {"gzip": partial(zlib.decompressobj, zlib.MAX_WBITS | 16), "xz": decoders.xz}
 
@@ -69,7 +69,7 @@ _LEGACY_OLD_PROTOCOLS = f"L{MAGIC}L\n".encode()
 
 
 class Looks(Enum):
-    """What a file is by its first bytes."""
+    """What a file seems to be, by its name or first bytes."""
 
     CHECKPOINT = "a checkpoint"
     DOUBTFUL = "a pickle or an archive that may contain a checkpoint"
@@ -78,7 +78,7 @@ class Looks(Enum):
 
 
 def by_name(name: str) -> Looks | None:
-    """Return what the name says without the bytes: a checkpoint, or an index; None if the bytes have to."""
+    """Return what a name says: a checkpoint or an index; None if the bytes have to be read."""
     last = name.rpartition("/")[2]
     if last.endswith(".index.json"):
         return Looks.INDEX
@@ -86,12 +86,12 @@ def by_name(name: str) -> Looks | None:
 
 
 def is_surely_other(name: str) -> bool:
-    """Return whether no checkpoint has such a name. Where a look at the bytes is a request, it is saved."""
+    """Return whether no checkpoint has such a name, which saves a request for the bytes of a remote file."""
     return _OTHERWISE.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def by_bytes(name: str, head: bytes) -> Looks:
-    """Return what the first bytes say of a file whose name says nothing."""
+    """Return what a file is by its first bytes, if its name does not say."""
     if head.startswith(_LFS):
         return Looks.CHECKPOINT if _POINTED.fullmatch(name) else Looks.OTHER
     if head[:1] == b"{":
@@ -118,7 +118,7 @@ def _look_into(head: bytes, depth: int) -> Looks:
 
 
 def _zip(head: bytes) -> Looks:
-    """Return what a zip archive is by its first member, which is at its front."""
+    """Return what a zip archive is by the name of its first member."""
     if head[:4] != b"PK\x03\x04":
         return Looks.DOUBTFUL if head[:4] == b"PK\x05\x06" else Looks.OTHER
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
@@ -126,7 +126,7 @@ def _zip(head: bytes) -> Looks:
 
 
 def _expanded(head: bytes, name: str) -> bytes:
-    """Return what the beginning of a compressed file begins with; nothing of bzip2, whose blocks are longer."""
+    """Return the first bytes of a compressed file's content; none for bzip2, whose blocks are longer than the head."""
     if name not in _DECODERS:
         return b""
     try:
@@ -136,7 +136,7 @@ def _expanded(head: bytes, name: str) -> bytes:
 
 
 def _tar(content: Content, depth: int) -> Looks:
-    """Return what a tar archive is by those of its files that begin in the head."""
+    """Return what a tar archive is by its members that start within the head."""
     names = set()
     for name, start, size in tar_members.files(content, []):
         names.add(PurePosixPath(name).name)
@@ -165,37 +165,37 @@ class ItemKind(str, Enum):
 class Item(Struct, frozen=True):
     """One checkpoint of a zoo, or one other file."""
 
-    # Below the root. Of a FOLDER: what is to be opened, which is the folder itself (DCP, an unpacked torch file, shards
-    # without an index; `.` for the root), or the index of its shards.
+    # Relative to the root. For a FOLDER, what to open: the folder itself (DCP, an unpacked torch file, shards without
+    # an index; `.` for the root), or the index of its shards.
     name: str
     size: int  # bytes of all its files
-    # Identifies its version without reading it. Of a FOLDER: a digest of its files' names, sizes and stamps.
+    # Identifies its version without reading it; for a FOLDER, a digest of its files' names, sizes and stamps.
     stamp: str
     kind: ItemKind
-    # The files of a FOLDER, or of a model and what a trainer saved beside it, sorted by name; empty otherwise.
+    # The files of a FOLDER, or a model and a trainer's files next to it, sorted by name; empty otherwise.
     parts: tuple[Entry, ...] = ()
-    # Why it cannot be read, if the listing shows that; such an item is not opened. An OTHER with a fault is a socket or
-    # a second way to a folder: there is nothing to copy.
+    # Why it cannot be read, if the listing shows that; such an item is not opened. An OTHER with a fault, such as a
+    # socket or a second link to a folder, is not copied.
     fault: str | None = None
-    # A pickle or an archive that may hold anything.
+    # A pickle or an archive that may contain anything.
     is_doubtful: bool = False
 
     @property
     def forgiven(self) -> type[UnreadableError] | None:
-        """The error on opening it that makes it an OTHER: any if it may hold anything, and that it has no weights if a
-        trainer saves none under its name. None if each error is the user's concern."""
+        """The error on opening it that makes it an OTHER: any unreadable file if it may contain anything, or a file
+        without weights if a trainer's files have its name. None if every error has to be reported."""
         if self.is_doubtful:
             return UnreadableError
         return WeightlessError if OF_TRAINERS.fullmatch(_last(self.name)) else None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Its files: the one, or the parts."""
+        """Its files: the parts, or the one."""
         return self.parts or (Entry(self.name, self.size, self.stamp),)
 
     @property
     def beside(self) -> tuple[Entry, ...]:
-        """The optimizer and the scheduler that a trainer saved beside the model, which a repair of it may change."""
+        """The optimizer and scheduler saved next to the model, which a repair of it may change."""
         parts = self.parts if _last(self.name) in MODELS else ()
         return tuple(part for part in parts if OF_TRAINERS.fullmatch(_last(part.name)))
 
@@ -203,7 +203,7 @@ class Item(Struct, frozen=True):
 class Files:
     """The files of a zoo by name and by folder, while it is listed.
 
-    ``is_apart`` recognises files that belong to no folder: those of a repository, and blobs of a cache."""
+    ``is_apart`` recognises files to ignore in folders: those of a repository, and blobs of a cache."""
 
     def __init__(self, entries: Iterable[Entry], is_apart: Callable[[str], bool]) -> None:
         self.entries = {entry.name: entry for entry in entries}
@@ -211,7 +211,7 @@ class Files:
         self.looks = {name: looks for name in self.own if (looks := by_name(name)) is not None}
         self.parts: set[str] = set()  # the files that are part of a group
         self.folders: defaultdict[str, list[Entry]] = defaultdict(list)
-        # The numbered files by folder and set.
+        # the numbered files, by folder and set
         self.shards: defaultdict[str, defaultdict[Numbering, list[Entry]]] = defaultdict(lambda: defaultdict(list))
         for name, entry in self.own.items():
             folder = name.rpartition("/")[0]
@@ -225,18 +225,18 @@ class Files:
         return [entry for entry in self.folders.get(folder, ()) if pattern.fullmatch(_last(entry.name))]
 
     def below(self, folder: str) -> list[Entry]:
-        """Return the files of a folder and of all folders in it."""
-        first, end = (f"{folder}/", f"{folder}0") if folder else ("", "\U0010ffff")  # "0" comes next after "/"
+        """Return the files of a folder and of all its subfolders."""
+        first, end = (f"{folder}/", f"{folder}0") if folder else ("", "\U0010ffff")  # "0" is the character after "/"
         return [self.own[name] for name in self._names[bisect_left(self._names, first) : bisect_left(self._names, end)]]
 
 
 def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
-    """Yield the folders that are one checkpoint by the names in them: of torch.distributed.checkpoint, unpacked torch
+    """Yield the folders whose files form one checkpoint, by their names: torch.distributed.checkpoint, unpacked torch
     files, saves of nanotron, and the shards of ranks."""
     ranks = _ranks(place, files)
     chunks = {folder: found for folder in sorted(files.folders) if (found := _distributed(place, folder, files))}
     for optimizer in [folder for folder in chunks if _last(folder).startswith("optimizer")]:
-        # accelerate saves it apart from the model, and the folder of both opens as one checkpoint
+        # accelerate saves it in a folder of its own, and the folder above opens as one checkpoint
         above = optimizer.rpartition("/")[0]
         models = [folder for folder in chunks if folder and folder != optimizer and folder.rpartition("/")[0] == above]
         if len(models) == 1 and not any(_last(entry.name) in MODELS for entry in files.below(above)):
@@ -250,14 +250,14 @@ def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
 def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:
     chunks, described, common = (files.named(folder, names) for names in (_CHUNK, _METADATA, _COMMON))
     if common and any(_last(entry.name) == ".zarray" for entry in files.below(folder)):
-        return files.below(folder)  # the arrays of an older Megatron, which opening them names
+        return files.below(folder)  # the arrays of an older Megatron; opening them reports that
     if not chunks and not any(b"torch.distributed" in _head(place, entry) for entry in described):
         return []
     return chunks + described + common
 
 
 def _ranks(place: Place, files: Files) -> dict[str, list[Entry]]:
-    """Return the folders in which the ranks of a training saved a part each, with their files."""
+    """Return the folders in which each rank of a training saved its part, with their files."""
     kinds: dict[str, dict[RankNames, list[tuple[Hashable, Entry]]]] = defaultdict(lambda: defaultdict(list))
     for name in filter(may_be_rank, files.own):
         parts = name.split("/")
@@ -269,7 +269,7 @@ def _ranks(place: Place, files: Files) -> dict[str, list[Entry]]:
         for kind, entries in list(held.items()):
             heads = (_head(place, entry) for _, entry in entries) if len(entries) > 1 else ()
             if kind.marks and not any(mark in head for head in heads for mark in kind.marks):
-                del held[kind]  # logs, states of random numbers
+                del held[kind]  # logs, or states of random number generators
         if len({(kind, rank) for kind, entries in held.items() for rank, _ in entries}) > 1:
             beside = [kind.beside for kind in held if kind.beside is not None]
             start = len(folder) + bool(folder)
@@ -280,7 +280,7 @@ def _ranks(place: Place, files: Files) -> dict[str, list[Entry]]:
 
 
 def _nanotron(folder: str, files: Files) -> list[Entry]:
-    """Return the files of a save of nanotron: a folder of weights, one of the optimizer's, and what describes them."""
+    """Return the files of a save of nanotron: the folders of weights and optimizer, and their metadata."""
     described = files.own.get(posixpath.join(folder, NANOTRON_METADATA))
     weights = [
         entry
@@ -299,9 +299,9 @@ def _unpacked(place: Place, folder: str, files: Files) -> list[Entry]:
 
 
 def _indexed(place: Place, index: Entry, files: Files) -> Item | None:
-    """Return an index with those of its shards that are there; None if it is not an index after all, or that of an
-    optimizer, whose files are not checkpoints. To one that cannot be fetched belong the numbered shards that its own
-    name implies: else they would pass for another checkpoint."""
+    """Return an index together with its existing shards; None if it is not an index after all, or an optimizer's, whose
+    files are not checkpoints. If it cannot be fetched, take the numbered shards that its own name implies, or they
+    would count as another checkpoint."""
     folder, _, last = index.name.rpartition("/")
     named: Iterable[str] = ()
     groups, fault = "", None
@@ -325,18 +325,18 @@ def _indexed(place: Place, index: Entry, files: Files) -> Item | None:
 
 
 def _numbered(files: Files) -> Iterator[Item]:
-    """Yield the folders with numbered shards and no index, if opening them would give nothing else of them."""
+    """Yield the folders with numbered shards and no index that open as exactly these shards."""
     for folder, sets in sorted(files.shards.items()):
-        # Those of several epochs are no folder to be opened, and one without a total may be whole.
+        # Several epochs do not open as one folder, and a single file without a total may be complete.
         held = [entries for each, entries in sets.items() if each.total or len(sets) == 1 < len(entries)]
-        # Data sets are numbered in the same way.
+        # Files of data sets are numbered in the same way.
         shards = [entry for entries in held for entry in entries if files.looks.get(entry.name) is Looks.CHECKPOINT]
         if shards and files.parts.isdisjoint(entry.name for entry in files.folders[folder]):
             yield _group(folder or ROOT, shards)
 
 
 def _with_trainer(model: Item, files: Files) -> Item:
-    """Return a model with the optimizer and the scheduler that a trainer saved beside it, if there are any."""
+    """Return a model together with the trainer's files next to it, if there are any."""
     folder = model.name.rpartition("/")[0]
     named = files.named(folder, OF_TRAINERS) if _last(model.name) in MODELS else []
     found = [entry for entry in named if entry.name not in files.parts]
@@ -359,7 +359,7 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-THREADS = 32  # requests for first bytes that are under way at once, if files are not on this machine
+THREADS = 32  # concurrent requests for the first bytes of remote files
 ABSENT = "is in the list of files but does not exist; correct the list"
 
 _REPOSITORY = frozenset({".git", ".hg", ".svn"})
@@ -369,11 +369,11 @@ _BLOB = re.compile(rf"{_STORE}/blobs/[^/]+$", re.DOTALL)
 
 
 def list_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] | None = None) -> list[Item]:
-    """Return the items of a zoo, sorted by name: all, or those that match one of ``patterns``, or those that ``listed``
+    """Return the items of a zoo, sorted by name: all, or those that match one of ``patterns`` and that ``listed``
     names, as files or as folders with everything in them.
 
-    A checkpoint in several files is chosen with any of its files, and taken as a whole. A name of ``listed`` that is
-    not there becomes an item with a fault."""
+    A checkpoint in several files is taken as a whole if any of its files is chosen. A name in ``listed`` that does not
+    exist becomes an item with a fault."""
     entries = list(place.walk())
     caches = {match[1] for entry in entries if (match := _SNAPSHOT.match(entry.name))}
     files = Files(entries, lambda name: not _REPOSITORY.isdisjoint(name.split("/")[:-1]) or _is_blob(name, caches))
@@ -398,7 +398,7 @@ def list_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] |
 
 
 def _groups(place: Place, files: Files, chosen: Callable[[str], bool]) -> Iterator[Item]:
-    """Yield the checkpoints in several files. What is part of none is then looked at, as far as it matters."""
+    """Yield the checkpoints in several files, and read the first bytes of unclear files along the way."""
 
     def taken(groups: Iterable[Item | None]) -> Iterator[Item]:
         for group in filter(None, groups):
@@ -417,20 +417,20 @@ def _groups(place: Place, files: Files, chosen: Callable[[str], bool]) -> Iterat
 
 
 def read_list(text: str) -> list[str]:
-    """Return the names in a list of files: one a line, or each followed by NUL, as ``find -print0`` writes them."""
+    """Return the names in a list of files: one per line, or each followed by NUL, as from ``find -print0``."""
     if "\0" in text:
         return [name for name in text.split("\0") if name]
     return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 
 
 def _is_blob(name: str, caches: set[str]) -> bool:
-    """Return whether the links in ``snapshots`` of a Hugging Face cache lead to the file."""
+    """Return whether a file is a blob of a Hugging Face cache, to which links in ``snapshots`` lead."""
     match = _BLOB.match(name) if caches else None
     return match is not None and match[1] in caches
 
 
 def _item(entry: Entry, files: Files, is_blob: bool) -> Item:
-    """Return the item of a file that is part of nothing else."""
+    """Return the item of a single file."""
     looks, kind, fault = files.looks.get(entry.name), ItemKind.FILE, entry.fault
     if is_blob:
         kind, fault = ItemKind.OTHER, "a blob of a Hugging Face cache, which is in snapshots/ under its real name"
@@ -440,7 +440,7 @@ def _item(entry: Entry, files: Files, is_blob: bool) -> Item:
 
 
 def _look_at(place: Place, files: Files, chosen: Callable[[str], bool]) -> None:
-    """Read the first bytes of files whose names say nothing, if they are chosen, or may be part of what is chosen."""
+    """Read the first bytes of files with unclear names, if they are chosen or may be part of what is chosen."""
     shards = {entry.name for sets in files.shards.values() for entries in sets.values() for entry in entries}
 
     def look(entry: Entry) -> None:
@@ -467,7 +467,7 @@ def _fault(place: Place, entry: Entry, error: PlaceError) -> str:
 
 
 def _choice(patterns: Sequence[str], names: Sequence[str] | None) -> Callable[[str], bool]:
-    """Return what decides whether a name is chosen, by the patterns and by the list."""
+    """Return a function that decides whether a name is chosen, by the patterns and the list."""
     matches = compile_patterns(patterns).fullmatch
     wanted = None if names is None else frozenset(names)
 
@@ -480,14 +480,14 @@ def _choice(patterns: Sequence[str], names: Sequence[str] | None) -> Callable[[s
 
 
 def _ways(name: str) -> Iterator[str]:
-    """Yield a name, and the folders that it is in."""
+    """Yield a name and the folders that contain it, the innermost first."""
     while name:
         yield name
         name = name.rpartition("/")[0]
 
 
 def _below(place: Place, text: str) -> str:
-    """Return a name of a list as one below the root: lists also hold whole paths and URLs, or begin with ``./``."""
+    """Return a listed name relative to the root: lists also contain full paths and URLs, and names with ``./``."""
     name = text.removeprefix(f"{place.name}/")
     if place.root is not None and Path(name).is_absolute():
         name = os.path.relpath(name, place.root)
@@ -498,7 +498,7 @@ def _below(place: Place, text: str) -> str:
 def on_this_machine(place: Place, item: Item, folder: Path) -> Iterator[Path]:
     """Provide the local path of an item: its own, or that of a copy in ``folder``, which is removed at the end.
 
-    Raises ``CkptfixError`` if it cannot be fetched, or is no longer what was listed."""
+    Raises ``CkptfixError`` if it cannot be fetched, or has changed since it was listed."""
     try:
         yield fetch_item(place, item, folder)
     finally:

@@ -1,4 +1,4 @@
-"""What is to be done with one item of a zoo, and what came of it: plain data, for a worker or another node."""
+"""A job on one item of a zoo and its result, as plain data for a worker or another node."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from ckptfix.zoo.items import Item, ItemKind
 from ckptfix.zoo.manifest import Outcome, Record, now, versions
 from ckptfix.zoo.zoo_toml import Treatment
 
-SOURCE = "source"  # the folder for a source that is not on this machine: files in it have the names of the zoo
+SOURCE = "source"  # the folder for copies of a remote source, under their names in the zoo
 
 
 class Others(str, Enum):
-    """What becomes of files that are not checkpoints."""
+    """What to do with files that are not checkpoints."""
 
     COPY = "copy"
     SKIP = "skip"
 
 
 class Workplace(Struct, frozen=True):
-    """Where one job has its temporary files: all begin with its number, so that they are found if it dies.
+    """The temporary files of one job. Their names start with its number, so that they can be removed if it dies.
 
-    Most jobs write one file, and a folder for it would cost more than the file."""
+    A folder for each job would cost more than the one small file that most jobs write."""
 
     scratch: Path
     number: int
 
     def file(self, name: str) -> Path:
-        """Return the path of a file of the job."""
+        """Return the path of a temporary file of the job."""
         return self.scratch / f"{self.number}.{name}"
 
     def folder(self, name: str) -> Path:
-        """Make a folder of the job."""
+        """Create a temporary folder of the job and return its path."""
         folder = self.file(name)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def clear(self) -> None:
-        """Remove all of it; also what a killed writer left, which begins with a dot."""
+        """Remove all of them, including hidden ones that a killed writer left."""
         for left in [*self.scratch.glob(f"{self.number}.*"), *self.scratch.glob(f".{self.number}.*")]:
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
@@ -53,50 +53,50 @@ class Workplace(Struct, frozen=True):
 
 
 class Job(Struct, frozen=True):
-    """What is to be done with one item."""
+    """What to do with one item."""
 
-    number: int  # names its temporary files; unique in a run
+    number: int  # unique in a run; names the temporary files
     item: Item
-    source: str  # the place of the source, by its name
+    source: str  # the name of the place of the source
     destination: str
     treatment: Treatment
     output: str  # the wanted name below the destination
-    settings: str  # digest of the treatment, for the record
-    taken: tuple[str, ...] = ()  # names that the output may not have, because another source has them
+    settings: str  # digest of the treatment, for the manifest
+    taken: tuple[str, ...] = ()  # names that the output must not have, as another source has them
     others: Others = Others.COPY
     dry_run: bool = False
-    # Whether the driver flushes and renames the output: it is on the same machine, and does so for many at once.
+    # Whether the driver, on the same machine, flushes and renames the output together with many others.
     is_grouped: bool = False
-    # The record of an earlier run that is to be verified: if both digests still hold, nothing is done.
+    # The record of an earlier run to verify: if both digests are still right, nothing is done.
     known: Record | None = None
-    # Whether the output was put there by hand since a decision was asked for: it is checked, and kept.
+    # Whether the output was added by hand after a decision was asked for: it is checked and kept.
     adopts: bool = False
-    decision: Mapping[str, Any] | None = None  # the options that were given for this item only
-    again: tuple[str, ...] = ()  # the command of this migration, word by word, for the one that carries a decision out
+    decision: Mapping[str, Any] | None = None  # options given for this item only
+    again: tuple[str, ...] = ()  # the command of this migration as words, for commands that carry out a decision
     attempt: int = 1
 
     @property
     def runs_model(self) -> bool:
-        """Whether the user's code is run: with torch, and as much memory as the model needs."""
+        """Whether a model is built and run, which takes torch and the memory of the model."""
         return self.treatment.model is not None and self.item.kind is not ItemKind.OTHER
 
     @property
     def fetches(self) -> bool:
-        """Whether bytes come from, or go to, another machine."""
+        """Whether the source or the destination is a URL."""
         return "://" in self.source or "://" in self.destination
 
     @property
     def written_name(self) -> str:
-        """The name of the output if the checkpoint is written again: a folder becomes one file."""
+        """The name of the output if the checkpoint is rewritten: a folder becomes one file."""
         if self.item.kind is ItemKind.FOLDER:
             return self.treatment.output_name(self.item.name, is_folder=True)
         return self.output
 
     def shown(self, text: str, workplace: Workplace) -> str:
-        """Return a message with the names of the zoo in place of paths that only this run knows."""
+        """Return a message with temporary paths replaced by names in the zoo."""
         own = f"{workplace.scratch}/{workplace.number}."
         for prefix in (f"{own}{SOURCE}/", own, f"{Path(self.source)}/"):
-            if prefix != "./":  # a path below "." has no such prefix, and one in "../" is not ours
+            if prefix != "./":  # paths below "." have no prefix, and "../" must stay
                 text = re.sub(rf"(?<![\w./-]){re.escape(prefix)}", "", text)
         return text
 
@@ -118,7 +118,7 @@ class Job(Struct, frozen=True):
 
 
 class Staged(Struct, frozen=True):
-    """A finished file of the scratch folder, and its name below the destination."""
+    """A finished file in the scratch folder, and its name in the destination."""
 
     path: str
     name: str
@@ -126,19 +126,19 @@ class Staged(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True):
-    """What came of a job. ``staged`` are the files that the driver still has to put in place.
+    """The result of a job. ``staged`` are the files that the driver still has to put in place.
 
-    ``weights`` is the line of ``weights.jsonl``, as ``manifest.line_of`` gives it: the driver only writes it."""
+    ``weights`` is the line of ``weights.jsonl``, encoded by ``manifest.line_of``."""
 
     number: int
     record: Record
     weights: bytes | None = None
     staged: tuple[Staged, ...] = ()
-    is_known: bool = False  # whether the record of an earlier run was verified, and there is nothing new to write down
-    # Whether memory ran out, so that the process must not do more: what it keeps from job to job may be half made.
+    is_known: bool = False  # whether the record of an earlier run was verified, with nothing new to record
+    # Whether memory ran out, so that the process must end: what it caches may be incomplete.
     is_exhausted: bool = False
 
 
 def failed(job: Job, reason: str) -> Done:
-    """Return what came of a job that could not be done."""
+    """Return the result of a job that failed."""
     return Done(job.number, job.record(Outcome.FAILED, error=reason))

@@ -1,8 +1,8 @@
-"""What became of each file of a zoo: the lines of ``manifest.jsonl``, which ``docs/manifest.md`` describes.
+"""The manifest of a zoo, ``manifest.jsonl``, with a line for each file. ``docs/manifest.md`` describes it.
 
-A ``Journal`` survives a kill at any point. Lines are appended and flushed to the disk in groups. A torn last line is
-dropped when the journal is read again. A later line of a source replaces those before it; ``tidy`` leaves one line of
-each, sorted by source, so that two migrations that did the same in another order leave the same file."""
+A ``Journal`` survives a kill at any point. Lines are appended and flushed to disk in groups. An incomplete last line is
+dropped when the journal is read again. A later line replaces earlier ones with the same source; ``tidy`` leaves one
+line for each, sorted by source, so that the order of the jobs does not show in the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DECODER = json.JSONDecoder()
 
 
 class Journal:
-    """The lines of a file by their field ``source``. Memory holds only the position of each."""
+    """A file of JSON lines, by their field ``source``. Only the position of each line is in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Journal:
         self._file.close()
 
     def load(self) -> Iterator[dict[str, Any]]:
-        """Yield all lines in the order of the file, older ones of a source too. Drops a torn last line.
+        """Yield all lines in the order of the file, including replaced ones. Drops an incomplete last line.
 
         Raises ``UsageError`` if another line is not valid."""
         for number, line in self._read():
@@ -58,7 +58,7 @@ class Journal:
             yield entry
 
     def index(self) -> None:
-        """Read where each line is, without parsing it."""
+        """Read the position of each line, without parsing the lines."""
         for _ in self._read():
             pass
 
@@ -85,9 +85,9 @@ class Journal:
         return UsageError(f"{self.path}: line {number} is not valid ({error}); migrate into a new folder")
 
     def append(self, lines: Sequence[tuple[str, bytes]]) -> None:
-        """Add lines as ``line_of`` gives them, each with its source. They are on the disk when this returns.
+        """Append lines encoded by ``line_of``, each with its source, and flush them to disk.
 
-        Raises ``WriteError`` if the disk takes no more."""
+        Raises ``WriteError`` if they cannot be written."""
         if not lines:
             return
         place = self._file.tell()
@@ -102,22 +102,22 @@ class Journal:
         self._is_tidy = False
 
     def entry(self, source: str) -> dict[str, Any]:
-        """Return the last line of a source. Raises ``KeyError`` if it has none."""
+        """Return the last line with this source. Raises ``KeyError`` if there is none."""
         with self.path.open("rb") as file:
             file.seek(self._places[source])
             line: dict[str, Any] = json.loads(file.readline())
         return line
 
     def drop(self, source: str) -> None:
-        """Leave a source out when the journal is tidied."""
+        """Forget a source, so that ``tidy`` leaves it out."""
         self._is_tidy &= self._places.pop(source, None) is None
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the last line of each source, sorted by source."""
+        """Yield the last line of each source, parsed, sorted by source."""
         return map(json.loads, self.raw_lines())
 
     def raw_lines(self) -> Iterator[bytes]:
-        """Yield the same as they are in the file."""
+        """Yield the last line of each source as bytes, sorted by source."""
         with self.path.open("rb", buffering=1 << 20) as file:
             for source in sorted(self._places):
                 if file.tell() != (place := self._places[source]):
@@ -125,9 +125,9 @@ class Journal:
                 yield file.readline()
 
     def tidy(self, scratch: Path) -> None:
-        """Leave one line of each source, sorted, in a new file that replaces the old one.
+        """Replace the file by one with a single line for each source, sorted.
 
-        ``scratch`` is a folder of the same disk."""
+        ``scratch`` is a folder on the same disk."""
         if self._is_tidy:
             return
         new, places, start = scratch / self.path.name, {}, 0
@@ -148,13 +148,13 @@ class Journal:
 
 
 def line_of(entry: Mapping[str, Any]) -> bytes:
-    """Return the line of plain data that has a ``source``."""
+    """Encode JSON data that has a ``source`` as a line, with the source first."""
     text = json.dumps({SOURCE: entry[SOURCE], **entry}, allow_nan=False, separators=(",", ":"))
     return text.encode("ascii") + b"\n"
 
 
 def _source_of(line: bytes) -> str:
-    """Return the source of a line, which our lines begin with: they are long, and parsing all of them takes seconds."""
+    """Return the source of a line, without parsing the rest if the line starts with it: parsing all takes seconds."""
     if line.startswith(_BEGIN) and line.endswith(b"}\n"):
         return str(_DECODER.raw_decode(line.decode("ascii"), len(_BEGIN) - 1)[0])
     source = json.loads(line)[SOURCE]
@@ -168,12 +168,12 @@ def _unwritten(path: Path, error: OSError) -> WriteError:
 
 
 MANIFEST, WEIGHTS, RENAMES = "manifest.jsonl", "weights.jsonl", "renames.json"
-OWN_NAMES = (MANIFEST, WEIGHTS, RENAMES)  # the files that a migration writes beside its outputs
-MANIFEST_VERSION = 1  # grows when a field changes its meaning or goes away; new fields do not count
+OWN_NAMES = (MANIFEST, WEIGHTS, RENAMES)  # the files that a migration writes besides its outputs
+MANIFEST_VERSION = 1  # raised when a field changes its meaning or goes away, not for a new field
 
 
 class Outcome(str, Enum):
-    """How a file ended."""
+    """The result for one file."""
 
     REPAIRED = "repaired"
     FINE = "already fine"
@@ -181,12 +181,12 @@ class Outcome(str, Enum):
     DECISION = "needs a decision"
     UNREADABLE = "unreadable"
     FAILED = "failed"
-    OTHER = "other"  # not a checkpoint: copied or left out, as `--others` says
+    OTHER = "other"  # not a checkpoint: copied or skipped, as `--others` says
 
 
 class Record(Struct, frozen=True):
-    """One file, or one folder that is a checkpoint: a line of the manifest. ``docs/manifest.md`` has what each field
-    means. Paths are relative to the two roots, with ``/`` between their parts."""
+    """A line of the manifest: one file, or one folder that is a checkpoint. ``docs/manifest.md`` describes the fields.
+    Paths are relative to the two roots, separated by ``/``."""
 
     source: str
     size: int
@@ -219,17 +219,17 @@ class Record(Struct, frozen=True):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The files of the output, below the destination; empty if nothing was written."""
+        """The files of the output, relative to the destination; empty if nothing was written."""
         return self.output_parts or ((self.output,) if self.output is not None and self.output_size is not None else ())
 
     @property
     def is_to_be_tried_again(self) -> bool:
-        """Whether it failed, or could not even be fetched or opened: a permission that is given changes no stamp."""
+        """Whether it failed, or could not even be opened, which may have changed without a new stamp."""
         is_unseen = self.outcome is Outcome.UNREADABLE and self.sha256 is None and bool(self.stamp)
         return self.outcome is Outcome.FAILED or is_unseen
 
     def brief(self) -> Record:
-        """Return the record without what is long, and of no use to a later run."""
+        """Return the record without long fields that a later run does not need."""
         return replace(self, **_BRIEF)
 
     def line(self) -> bytes:
@@ -237,18 +237,18 @@ class Record(Struct, frozen=True):
         return line_of(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same as plain data."""
+        """Return the record as JSON data."""
         return {"version": MANIFEST_VERSION, **asdict(self), "outcome": self.outcome.value}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Record:
-        """Return the record of a line. Raises ``UsageError`` for one of another version, and for an invalid one."""
+        """Return the record of a parsed line. Raises ``UsageError`` for another version or an invalid line."""
         if (version := line.get("version")) != MANIFEST_VERSION:
             raise UsageError(
                 f"a line of the manifest has version {version!r}, not {MANIFEST_VERSION}; migrate into a new folder"
             )
         try:
-            return convert(line, cls)  # a later run depends on it, and a manifest may have been edited
+            return convert(line, cls)  # validated, since a manifest may have been edited
         except ValidationError as error:
             raise UsageError(f"a line of the manifest is not valid ({error}); migrate into a new folder") from error
 
@@ -258,7 +258,7 @@ _BRIEF: Mapping[str, Any] = {field.name: field.default for field in fields(Recor
 
 
 def read_manifest(journal: Journal) -> Iterator[Record]:
-    """Yield the last record of each source, briefly. Raises ``UsageError`` for an invalid line."""
+    """Yield the brief records of all lines. Raises ``UsageError`` for an invalid line."""
     for line in journal.load():
         try:
             yield Record.from_json(line).brief()
@@ -267,7 +267,7 @@ def read_manifest(journal: Journal) -> Iterator[Record]:
 
 
 def free_name(name: str) -> str:
-    """Return the name in the destination of a file that keeps its own, unless the migration writes one of that name."""
+    """Return the name, or another one if the migration itself writes a file with this name."""
     if name not in OWN_NAMES:
         return name
     stem, dot, suffix = name.partition(".")
@@ -277,12 +277,12 @@ def free_name(name: str) -> str:
 @lru_cache(maxsize=1)
 def version() -> str:
     """Return the version of ckptfix."""
-    return _installed("ckptfix") or "not installed"  # in a tree that is only on the path
+    return _installed("ckptfix") or "not installed"  # when it is imported from a source tree
 
 
 @lru_cache(maxsize=1)
 def versions() -> Mapping[str, str]:
-    """Return the versions that a result depends on."""
+    """Return the versions that a result depends on, by name."""
     return {
         "ckptfix": version(),
         "python": platform.python_version(),
@@ -299,5 +299,5 @@ def _installed(name: str) -> str:
 
 
 def now() -> str:
-    """Return the time in UTC, to the second."""
+    """Return the time in UTC to the second, in ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,14 +1,14 @@
 """The story of a migration, from an old zoo to one that loads. Start reading here.
 
-    list      items       what is in the zoo: files and folders that are checkpoints, and others
-    plan      planning    what zoo.toml wants of each, under which name, and what an earlier run has done
+    list      items       the files and folders of the zoo that are checkpoints, and the other files
+    plan      planning    what zoo.toml says about each, its output's name, and what an earlier run has done
     run       engine      the jobs, the largest first, each in a process that may crash
-    (a job)   performing  repair or copy, digests, into a scratch folder
-    commit    committing  outputs are flushed, renamed, and only then written down in the manifest
-    close     workspace   the manifest in order, renames.json, nothing temporary left
+    (a job)   performing  repair or copy into a scratch folder, and compute digests
+    commit    committing  flush the outputs, rename them, and only then record them in the manifest
+    close     workspace   sort the manifest, write renames.json, remove temporary files
 
-The driver reads no checkpoint. If anything kills it, the same command goes on where the manifest ends, and comes to the
-same tree."""
+The driver reads no checkpoint. If it is killed, the same command continues where the manifest ends, with the same
+result."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from ckptfix.zoo.zoo_toml import Table
 
 BAD = (Outcome.UNREADABLE, Outcome.FAILED)
 
-# Seconds before an estimate is shown; and seconds, or the share of the work, after which it is.
+# No estimate is shown in the first seconds; one is shown after so many seconds, or that share of the work.
 _QUIET, _LONG, _SHARE = 5.0, 60.0, 0.03
-_EACH = 1_000_000  # bytes that take as long as opening a file and writing its record
+_EACH = 1_000_000  # bytes that take as long as the fixed work for each file
 
 
 class Summary(Struct):
@@ -58,7 +58,7 @@ class Summary(Struct):
     seconds: float = 0.0
 
     def count(self, outcome: Outcome, size: int, output_size: int | None, *, earlier: bool = False) -> None:
-        """Count a file that has come to its outcome."""
+        """Count a finished file. ``size`` and ``output_size`` are in bytes."""
         self.done_files += 1
         self.done_bytes += size
         self.outcomes[outcome] += 1
@@ -69,7 +69,7 @@ class Summary(Struct):
             self.earlier_bytes += size
 
     def pace(self) -> tuple[float, float] | None:
-        """Return the bytes of sources a second, and the seconds that are left; None as long as too little is done."""
+        """Return the bytes of sources per second, and the seconds left; None while too little is done to tell."""
         seconds = time.monotonic() - self.began
         nbytes, files = self.done_bytes - self.earlier_bytes, self.done_files - self.earlier_files
         done = nbytes + _EACH * files
@@ -80,13 +80,13 @@ class Summary(Struct):
 
     @property
     def exit_code(self) -> int:
-        """0: all are fine or repaired; 1: some need a decision; 2: some are unreadable or failed."""
+        """0 if all are fine or repaired, 1 if some need a decision, 2 if some are unreadable or failed."""
         if any(self.outcomes[outcome] for outcome in BAD):
             return 2
         return int(self.outcomes[Outcome.DECISION] > 0)
 
     def to_json(self) -> dict[str, object]:
-        """Return the counts as plain data."""
+        """Return the counts as JSON data."""
         return {
             "files": self.files,
             "bytes": self.bytes,
@@ -98,11 +98,11 @@ class Summary(Struct):
         }
 
 
-MakeEngine = Callable[[Path], Engine]  # makes the engine of a migration, with a folder for temporary files
+MakeEngine = Callable[[Path], Engine]  # returns an engine that has its temporary files in this folder
 
 
 class Migration(Struct, frozen=True):
-    """What came of a migration: the counts, and the manifest and weights of the whole zoo, line by line."""
+    """The result of a migration: the counts, and the manifest and weights of the whole zoo, line by line."""
 
     source: str
     destination: str
@@ -110,10 +110,10 @@ class Migration(Struct, frozen=True):
     workspace: Workspace
     chosen: Container[str] | None = None  # the sources that this run was for; None for all
     remarks: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()  # the command of this migration, word by word
+    again: tuple[str, ...] = ()  # the command of this migration, as words
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of the manifest, sorted by source: those of earlier runs too."""
+        """Yield the lines of the manifest, including those of earlier runs, sorted by source."""
         return self.workspace.manifest.lines()
 
     def chosen_records(self) -> Iterator[dict[str, Any]]:
@@ -146,19 +146,19 @@ def migrate(
     engine: MakeEngine | None = None,
     watch: Callable[[Summary], None] = lambda summary: None,
 ) -> Iterator[Migration]:
-    """Migrate a zoo: every checkpoint of ``source`` is repaired into ``destination``, or copied if it is fine.
+    """Migrate a zoo: repair every checkpoint of ``source`` into ``destination``, or copy it if it is fine.
 
     ``source`` and ``destination`` are folders or fsspec URLs. ``patterns`` and ``listed`` choose files, and
-    ``decided`` is the table with what was decided for only these. ``again`` is the command as the user typed it.
-    ``jobs`` is how many run at the same time, ``memory`` and ``temporary`` are the bytes that all of them may take
-    together. ``watch`` is called a few times a second with the counts. The body of the ``with`` sees the finished
-    migration; after that of a dry run, all is gone."""
+    ``decided`` is the table with the decisions about these. ``again`` is the command as the user typed it. ``jobs`` is
+    the number that run at the same time, ``memory`` and ``temporary`` are the bytes that all of them may take together.
+    ``watch`` is called a few times a second with the counts. The body of the ``with`` gets the finished migration; the
+    manifest of a dry run is removed after it."""
     table = table or Table()
     old, new = open_place(source), open_place(destination)
     _refuse_overlap(old, new)
     items = [item for item in list_zoo(old, patterns, listed) if not table.excludes(item.name)]
     _check_chosen(source, items, patterns, listed, decided)
-    if engine is None:  # the nodes of a cluster may have packages that this machine has not
+    if engine is None:  # the nodes of a cluster may have packages that this machine lacks
         check_models(table.models() | (decided.models() if decided is not None else {}))
     summary = Summary(files=len(items), bytes=sum(item.size for item in items))
     with opened(new, dry_run) as workspace:
@@ -224,9 +224,9 @@ def _run(
 
 
 def _sizes_at(destination: Place) -> Callable[[str], int | None]:
-    """Return what gives the size of a file of the destination, None for one that is not there.
+    """Return a function from the name of a file in the destination to its size, None if it does not exist.
 
-    A remote store is listed once, which takes a request for a thousand files and not one for each."""
+    A remote store is listed once, with one request per thousand files instead of one for each."""
     if destination.root is not None:
         return lambda name: None if (entry := destination.entry(name)) is None else entry.size
     return {entry.name: entry.size for entry in walk_if_there(destination)}.get
@@ -243,7 +243,7 @@ def _check_chosen(
 
 
 def _refuse_overlap(source: Place, destination: Place) -> None:
-    """Raise if a file that is written could be one of the sources, or be taken for one next time."""
+    """Raise ``UsageError`` if an output could overwrite a source, or be taken for one next time."""
     if (source.root is None) != (destination.root is None):
         return
     old, new = (

@@ -1,8 +1,8 @@
-"""The names of files: which ones a pattern of ``zoo.toml`` matches, and what the output for a checkpoint is called.
+"""Names of files: which ones a pattern of ``zoo.toml`` matches, and the name of the output for a checkpoint.
 
-torch.hub, torchvision and timm put the first 8 or more digits of the file's sha256 after the last ``-`` of its name
+torch.hub, torchvision and timm put the first 8 or more digits of the file's SHA-256 after the last ``-`` of its name
 (``resnet50-19c8e357.pth``), and ``load_state_dict_from_url(check_hash=True)`` compares them. A repaired file has other
-content, and so gets another name."""
+content, so it gets another name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ckptfix.rules import named
 
 MIRRORED = "{folder}/{stem}{suffix}"  # the template that mirrors the tree of the sources
 
-# What a template may hold: the folder below the root, the name without its suffix, the suffix (that of the format if
-# one is given), and the source's own name.
+# The fields of a template: the folder relative to the root, the name without its suffix, the suffix (that of the format
+# if one is given), and the source's own name.
 FIELDS = ("folder", "stem", "suffix", "name")
 
-# `m.tar.gz` was an archive of files, `m.pth.tar.gz` a checkpoint that was called `m.pth.tar`.
+# `m.tar.gz` is an archive of files, `m.pth.tar.gz` a compressed checkpoint named `m.pth.tar`.
 _PACKING = re.compile(r"(?:(?<!\.pth)(?<!\.pt)(?<!\.ckpt)\.tar(?=\.)|\.(?:t?gz|t?bz2|t?xz|t?zst|zip))+$", re.IGNORECASE)
 _INDEX = re.compile(r"\.index\.json$", re.IGNORECASE)
 _SUFFIX = re.compile(
@@ -34,19 +34,19 @@ _SUFFIX = re.compile(
 _DIGITS = r"(?P<hash>[0-9a-f]{8,64})(?=\.[^/]*\Z|\Z)"
 _USUAL = re.compile(rf"(?<=-){_DIGITS}")
 _ANY = re.compile(rf"(?:(?<=[-_.])|(?<![^/])){_DIGITS}")
-# What is hardly a hash: a date, a step, a word. One in 40 hashes of 8 digits has no letter in it.
+# Probably not a hash: a date, a step, a word. Only one in 40 hashes of 8 digits has no letter.
 _NUMBER = re.compile(r"[0-9]+|[a-f]+")
 
-# The lengths of md5, uuid and sha1, which commits have too: a sha256 is never shortened to them.
+# The lengths of MD5, UUIDs and SHA-1, as of commits: a SHA-256 is never shortened to them.
 _OTHER_ALGORITHMS = (32, 40)
 
 
 def output_name(name: str, form: str | None = None, template: str = MIRRORED, *, is_folder: bool = False) -> str:
-    """Return the name of the output for a source of this name, both below their roots.
+    """Return the name of the output for a source with this name, both relative to their roots.
 
-    ``form`` is the format that is written, ``pth`` or ``safetensors``; None keeps that of the source. A packed file is
-    unpacked, and the shards of an index, or a folder, become one file. Raises ``UsageError`` if the template leads out
-    of the root."""
+    ``form`` is the format to write, ``pth`` or ``safetensors``; None keeps that of the source. The name of a packed
+    file loses the suffix of the packing; a folder or an index of shards becomes one file. Raises ``UsageError`` if the
+    template leads out of the root."""
     folder, _, own = name.rpartition("/")
     own = "model" if own == "." else own  # a folder that is the whole zoo
     stem, suffix = split_suffix(own, is_folder=is_folder)
@@ -71,7 +71,7 @@ def split_suffix(name: str, *, is_folder: bool = False) -> tuple[str, str]:
 
 
 def check_template(template: str) -> None:
-    """Raise ``UsageError`` if a template of an output's name is not valid."""
+    """Raise ``UsageError`` if a template for names of outputs is not valid."""
     try:
         fields = [(name, form, conversion) for _, name, form, conversion in Formatter().parse(template)]
     except ValueError as error:
@@ -90,8 +90,8 @@ def check_template(template: str) -> None:
 def hash_in_name(name: str, sha256: str | None = None) -> str | None:
     """Return the hash in a name, or None.
 
-    Digits in the place that torch.hub uses count as a hash unless they are a number or a word. ``sha256``, the digest
-    of the file, proves a hash in any place."""
+    Digits in the position that torch.hub uses are a hash unless they look like a number or a word. Digits in other
+    positions are one if ``sha256``, the digest of the file, starts with them."""
     if sha256 is not None:
         for match in _ANY.finditer(name):
             if sha256.startswith(match["hash"]):
@@ -103,7 +103,7 @@ def hash_in_name(name: str, sha256: str | None = None) -> str | None:
 
 
 def name_with_hash(name: str, new_digest: str, old_digest: str | None = None) -> str:
-    """Return the name with as many digits of the new digest in place of its hash; the name itself if it has none.
+    """Return the name with its hash replaced by as many digits of the new digest; unchanged if it has no hash.
     ``old_digest`` is that of the content to which the name belonged."""
     old = hash_in_name(name, old_digest)
     if old is None:
@@ -113,7 +113,7 @@ def name_with_hash(name: str, new_digest: str, old_digest: str | None = None) ->
 
 
 def wrong_hash(name: str, sha256: str) -> Finding | None:
-    """Return the finding that the hash in a file's name is not that of its content; None if it is, or without one."""
+    """Return the finding that the hash in a name is not that of the content; None if it is, or if there is none."""
     claimed = hash_in_name(name, sha256)
     if claimed is None or sha256.startswith(claimed):
         return None
@@ -129,11 +129,11 @@ def wrong_hash(name: str, sha256: str) -> Finding | None:
 
 
 def compile_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
-    """Return one expression that fully matches the names that any of the patterns means.
+    """Return one expression that fully matches the names that any of the patterns matches.
 
-    A pattern without ``/`` is about the last part of a name, wherever the file is; one with ``/`` is about the whole
-    name below the root. ``*`` and ``?`` stay inside of one part, ``**/`` is any number of folders, ``[…]`` are
-    characters, and a ``/`` at the end means all that is in that folder."""
+    A pattern without ``/`` matches the last part of a name, at any depth; one with ``/`` the whole name relative to the
+    root. ``*`` and ``?`` match within one part, ``**/`` any number of folders, ``[…]`` one of the characters, and a
+    trailing ``/`` everything in that folder."""
     return re.compile("|".join(map(_expression, patterns)) or r"(?!)", re.DOTALL)
 
 

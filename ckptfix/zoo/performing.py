@@ -1,9 +1,9 @@
-"""One file of a migration, from the source to its place in the destination. The same code runs in a worker of this
-machine, and on another node.
+"""Performs one job of a migration, from the source to its place in the destination. The same code runs in a worker of
+this machine and on another node.
 
-    fetch     a source that is not on this machine is copied to it
-    treat     repaired as the table says, or copied bit for bit, in the scratch folder; hashed
-    deliver   put in place; or left in the scratch folder for the driver, which flushes many files in one go"""
+    fetch     copy a remote source to this machine
+    treat     repair as the table says, or copy bit for bit, into the scratch folder; compute digests
+    deliver   put in place, or leave in the scratch folder for the driver, which flushes many files at once"""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ from ckptfix.zoo.resources import Peak
 
 T = TypeVar("T")
 
-# Up to this size a job has no threads of its own, since other files keep the processors busy; and its output is flushed
+# Up to this size a job uses no threads, since other jobs keep the processors busy, and its output is flushed together
 # with others.
 SMALL = 64 << 20
 
-# Settings that an output has gone through already: the part of the source, and the format.
+# Settings that only apply to a source: which part of it, and the format to write.
 _OF_THE_SOURCE = {"weights", "member", "salvage", "format"}
 
 
 def treated(job: Job, path: Path, area: Workplace) -> Done:
-    """Repair a checkpoint below the scratch folder, or copy it there if there is nothing to repair."""
+    """Repair a checkpoint into the scratch folder, or copy it there if there is nothing to repair."""
     goal = job.written_name
     are_several = job.treatment.settings.get("shard_size") is not None or bool(job.item.beside)
-    # The suffix says in which format it is written; several files need their names in a folder.
+    # The suffix selects the format; several files need their final names, so a folder.
     draft = area.folder("drafts") / basename(goal) if are_several else area.file(f"draft{splitext(goal)[1]}")
     written: dict[str, Any] = {"output": draft, "only_changes": True, "flush": not _is_flushed_later(job)}
     with without_threads() if job.item.size <= SMALL else nullcontext():
         done = _with_fitting_recipes(repair, path, {**written, "dry_run": job.dry_run, **job.treatment.arguments})
         if done.is_changed and done.report.output is None and not job.dry_run and not is_refused(job, done.report):
-            # The forward test failed, and that is accepted: its findings stay, and the file is written without it.
+            # The forward test failed and the user accepts that: keep its findings, and write the file without it.
             repair(str(path), **written, **{**job.treatment.arguments, "smoke": False})
-        # A large file takes minutes to hash: source and output at the same time.
+        # A large file takes minutes to hash, so hash source and output at the same time.
         with background() as pool:
             hashed = pool.submit(sha256_of_file, draft) if draft.is_file() and not are_several else None
             sha256 = digest_of(job, path)
@@ -106,20 +106,20 @@ def treated(job: Job, path: Path, area: Workplace) -> Done:
 
 
 def _with_fitting_recipes(work: Callable[..., T], path: Path, arguments: Mapping[str, Any]) -> T:
-    """Return what ``check`` or ``repair`` returns, without the recipes that fit nothing in this file: a table is for
-    files of several shapes, and the report says more of what is left than the refusal."""
+    """Call ``check`` or ``repair`` without the ``adapt`` recipes that apply to nothing in this file: a table is for
+    files of several shapes, and the report explains what is left better than the error does."""
     while True:
         try:
             return work(str(path), **arguments)
         except IdleRecipeError as error:
             kept = tuple(text for text in arguments["adapt"] if text != error.options[0].value)
             if len(kept) == len(arguments["adapt"]):
-                raise  # the table has it in other words, and the same call would fail again
+                raise  # the recipe is spelled differently in the table; the same call would fail again
             arguments = {**arguments, "adapt": kept}
 
 
 def adopted(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
-    """Check an output that was put in the destination by hand after a decision was asked for, and keep it."""
+    """Check an output that was added by hand after a decision was asked for, and keep it."""
     assert destination.root is not None, "use migrate to decide about files on another machine"
     goal = destination.root / job.written_name
     known = {"model", "model_args", "like", *settings_of(CHECK)} - _OF_THE_SOURCE
@@ -138,7 +138,7 @@ def adopted(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
 
 
 def mirrored(job: Job, path: Path, area: Workplace) -> Done:
-    """Copy what is not a checkpoint under its own name, or one beside it if the migration writes that name."""
+    """Copy a file that is not a checkpoint, under its own name unless the migration itself writes that name."""
     if job.others is Others.SKIP or job.item.fault is not None:
         remarks = (job.item.fault,) if job.item.fault is not None else ()
         return Done(job.number, job.record(Outcome.OTHER, remarks=remarks))
@@ -151,7 +151,7 @@ def mirrored(job: Job, path: Path, area: Workplace) -> Done:
 
 
 def refuse_taken(job: Job, name: str) -> None:
-    """Raise if another source has the name of the output: the last one never wins."""
+    """Raise ``CkptfixError`` if another source has the same output: the last one never wins."""
     if name in job.taken:
         raise CkptfixError(
             f"{job.item.name}: another source would also be written as {name}; rename one of them in zoo.toml (output "
@@ -160,7 +160,7 @@ def refuse_taken(job: Job, name: str) -> None:
 
 
 def digest_of(job: Job, path: Path) -> str:
-    """Return the sha256 of an item."""
+    """Return the SHA-256 of an item, as hex digits."""
     if job.item.parts:
         return sha256_of_files((part.name, _root_of(job, path) / part.name) for part in job.item.parts)
     return sha256_of_file(path)
@@ -172,7 +172,7 @@ def _root_of(job: Job, path: Path) -> Path:
 
 
 def _copied(job: Job, path: Path, output: str, area: Workplace) -> tuple[Staged, ...]:
-    """Copy an item's files to the scratch folder. The files of a folder keep their names."""
+    """Copy an item's files to the scratch folder. The files of a folder keep their names in the destination."""
     root = _root_of(job, path)
     files = [(root / part.name, part.name) for part in job.item.parts] or [(path, output)]
     staged = []
@@ -187,16 +187,15 @@ def _copied(job: Job, path: Path, output: str, area: Workplace) -> tuple[Staged,
 
 
 def _copy_beside(job: Job, path: Path, folder: Path) -> None:
-    """Copy what a trainer saved beside the model and no edit has changed."""
+    """Copy the trainer's files next to the model that no edit has changed."""
     for part in job.item.beside:
         if not (goal := folder / basename(part.name)).exists():
             copy_file(_root_of(job, path) / part.name, goal)
 
 
 def _several(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:
-    """Return the files that were written, shards or a model with its optimizer, to be put in place, and their fields
-    of the record."""
-    # The model or the index last: readers find the shards through it.
+    """Return the written files, shards or a model with its optimizer, as staged, and their fields of the record."""
+    # The model or the index comes last: readers find the shards through it.
     files = sorted(folder.iterdir(), key=lambda file: (file.name.startswith(basename(goal)), file.name))
     is_flushed = not _is_flushed_later(job) and not job.item.beside
     staged = tuple(Staged(str(file), join(dirname(goal), file.name), is_flushed) for file in files)
@@ -207,12 +206,12 @@ def _several(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dic
 
 
 def _is_flushed_later(job: Job) -> bool:
-    """Return whether the driver flushes the output with many others, or it goes to another machine."""
+    """Return whether the driver flushes the output together with others, or it is uploaded."""
     return job.fetches or (job.is_grouped and job.item.size <= SMALL)
 
 
 def _reported(job: Job, report: Report, area: Workplace) -> Mapping[str, Any]:
-    """Return the fields of a record that a report fills."""
+    """Return the fields of a record that come from a report."""
     data = report.to_json(fixes=False)
     fields = {name: data[name] for name in ("format", "tensors", "numel", "target", "coverage", "smoke")}
     remarks = tuple(job.shown(remark, area) for remark in report.remarks)
@@ -220,7 +219,7 @@ def _reported(job: Job, report: Report, area: Workplace) -> Mapping[str, Any]:
 
 
 def perform(job: Job, scratch: Path) -> Done:
-    """Do a job, whatever the file is; leave in the folder for temporary files only what is staged."""
+    """Do a job; never raises because of the file. Leaves only staged files in ``scratch``."""
     began, peak = time.perf_counter(), Peak()
     area = Workplace(scratch, job.number)
     try:
@@ -235,7 +234,7 @@ def perform(job: Job, scratch: Path) -> Done:
         advice = "run the same command again with fewer --jobs, or on a machine with more"
         reason = f"{job.item.name}: not enough memory; {advice}"
         done = replace(failed(job, reason), is_exhausted=True)
-    except Exception as error:  # noqa: BLE001 - the outermost place of a job: a bug of ours must not stop the others
+    except Exception as error:  # noqa: BLE001 - the outermost frame of a job: a bug of ours must not stop the others
         done = failed(job, f"this is a bug of ckptfix, please report it: {type(error).__name__}: {error}")
     if done.record.output_size is None:
         area.clear()
@@ -260,7 +259,7 @@ def _perform(job: Job, area: Workplace) -> Done:
             done = _done(job, path, destination, area)
         except (UnreadableError, HostileError, UsageError) as error:
             done = _refused(job, error, area, path)
-        if job.item.fault is None and source.root is not None:  # what was fetched is known to be what was listed
+        if job.item.fault is None and source.root is not None:  # fetching has compared it with the listing already
             for entry in job.item.entries:
                 if source.entry(entry.name) != entry:
                     raise CkptfixError(f"{entry.name}: changed while it was read; run the same command again")
@@ -272,7 +271,7 @@ def _perform(job: Job, area: Workplace) -> Done:
 
 
 def _done(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
-    """Return what comes of an item that is at a path of this machine."""
+    """Return the result for an item at a local path."""
     if job.item.kind is ItemKind.OTHER:
         return mirrored(job, path, area)
     if job.adopts:
@@ -292,7 +291,7 @@ def _refused(job: Job, error: CkptfixError, area: Workplace, path: Path | None =
     text, sha256 = job.shown(error.worded(flag_text), area), None
     if path is not None:
         try:
-            sha256 = digest_of(job, path)  # its bytes can perhaps be read
+            sha256 = digest_of(job, path)  # the bytes may be readable nevertheless
         except OSError:
             sha256 = None
     decisions = decisions_after_error(job, error)
@@ -302,7 +301,7 @@ def _refused(job: Job, error: CkptfixError, area: Workplace, path: Path | None =
 
 
 def _still_holds(known: Record, item: Item, source: Place, destination: Place, area: Workplace) -> bool:
-    """Return whether the source and the output have the digests that an earlier run wrote down."""
+    """Return whether the source and the output still have the digests recorded by an earlier run."""
     names = [part.name for part in item.parts] or [item.name]
     if known.sha256 is not None and known.sha256 != _digest(source, names, bool(item.parts), area):
         return False
@@ -313,7 +312,7 @@ def _still_holds(known: Record, item: Item, source: Place, destination: Place, a
 
 
 def _digest(place: Place, names: Iterable[str], is_folder: bool, area: Workplace) -> str | None:
-    """Return the sha256 of files of a place; None if one is missing."""
+    """Return the SHA-256 of files in a place as hex digits; None if one is missing."""
     names = list(names)
     if any(place.entry(name) is None for name in names):
         return None
@@ -330,8 +329,8 @@ KEEP = "keeps it unchanged, with its findings in the manifest"
 
 
 def is_refused(job: Job, report: Report) -> bool:
-    """Return whether no file may be written: the forward test failed, and the user did not accept what it found, or
-    for another reason that the report has."""
+    """Return whether no file may be written: the forward test failed and the user did not accept its findings, or the
+    report has another reason."""
     if report.failed_forward:
         found = [each for each in report.remaining if each.subject is Subject.FORWARD and each.level > Level.NOTE]
         if not found or not all(map(report.is_accepted, found)):
@@ -340,8 +339,8 @@ def is_refused(job: Job, report: Report) -> bool:
 
 
 def decisions_for(job: Job, report: Report) -> list[dict[str, Any]]:
-    """Return the ways to settle a file, the recommended one first: repairs, those whose command is complete before the
-    others, and then to accept it as it is."""
+    """Return the possible decisions about a file, the recommended one first: repairs, those with a complete command
+    before the others, and then accepting it as it is."""
     given, left = job.treatment.choices, report.left
     by_itself = ((remedy,) for finding in left for remedy in remedies_of(finding))
     ways = [_way(job, report, remedies) for remedies in (*settling(report), *by_itself)]
@@ -359,7 +358,7 @@ def decisions_for(job: Job, report: Report) -> list[dict[str, Any]]:
 
 
 def _way(job: Job, report: Report, remedies: Sequence[Remedy]) -> dict[str, Any]:
-    """Return remedies as options that were not given yet, their price, and their command if it is complete."""
+    """Return the decision for remedies: the options not given yet, their price, and their command if it is complete."""
     given = job.treatment.choices
     merged = with_remedies(given, remedies)
     added = {name: value for name, value in merged.items() if name not in given or given[name] != value}
@@ -371,12 +370,12 @@ def _way(job: Job, report: Report, remedies: Sequence[Remedy]) -> dict[str, Any]
 
 
 def first_command(decisions: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the command of the recommended decision that has one."""
+    """Return the first command of the decisions, None if there is none."""
     return next((decision["command"] for decision in decisions if decision["command"]), None)
 
 
 def decisions_after_error(job: Job, error: CkptfixError) -> list[dict[str, Any]]:
-    """Return what an error advises for a single file: all options together, or one way for each value of an option."""
+    """Return the decisions that an error suggests for a file: all its options together, or each value of one option."""
     of_one_file = (option for option in error.options if BY_NAME[option.name].scope is Scope.ONE_FILE)
     named = [option for option in of_one_file if option.value is not None]
     names = dict.fromkeys(option.name for option in named)
@@ -388,8 +387,8 @@ def decisions_after_error(job: Job, error: CkptfixError) -> list[dict[str, Any]]
 
 
 def fault_of_the_machine(job: Job, report: Report) -> str | None:
-    """Return why the forward test failed, if this machine is to blame and not the file: memory ran out, or the GPU is
-    gone. That is not a decision: the next run tries again."""
+    """Return why the forward test failed if the machine is at fault and not the file, as when memory ran out or the GPU
+    is gone. No decision is needed then: the next run tries again."""
     for finding in report.remaining if report.failed_forward else ():
         if finding.evidence.get("blame") == ENVIRONMENT:
             return f"{job.item.name}: {finding.message}; fix that and run the same command again"
@@ -397,8 +396,8 @@ def fault_of_the_machine(job: Job, report: Report) -> str | None:
 
 
 def command_with(job: Job, options: Mapping[str, Any]) -> str:
-    """Return the migration of only this file with these options: a decision that later runs keep to.
+    """Return the command that migrates only this file with these options, as a decision that later runs keep.
 
-    It takes the place of an earlier one, and so repeats what that one said."""
+    It replaces an earlier decision, so it repeats that one's options."""
     words = option_words({**(job.decision or {}), **options})
     return typed((*job.again, "--only", no_option(job.item.name), *words))

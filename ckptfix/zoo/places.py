@@ -1,9 +1,9 @@
 """Where a zoo is: a folder of this machine, or an fsspec URL.
 
-A place is plain data, which a worker or another node opens again by its name. Every method raises a ``PlaceError`` that
-gives the cause in one line. Transfers are retried if that may help, and verified: the size, and that the version is
-still the one from before. Object stores show an upload when it is complete; elsewhere it goes under a temporary name
-first and is moved."""
+A place is plain data, which a worker or another node can open again by its name. Every method raises ``PlaceError``
+with a one-line cause. Transfers are retried if that may help, and verified: the size has to be right and the version
+unchanged. Object stores show an upload only when it is complete; elsewhere it gets a temporary name first and is
+moved."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ WILD = frozenset("*?[")
 
 # The names of files that are not complete yet. Listings leave them out.
 TEMPORARY = re.compile(r"\.[^/]*\.ckptfix-tmp", re.DOTALL)
-RESERVE = 1 << 20  # bytes that a disk keeps free: a full one fails the next writer, and in ways that are hard to read
+RESERVE = 1 << 20  # bytes left free on a disk: on a full one, other programs fail in obscure ways
 
-# The schemes that show an upload, in one piece or in many, only when it is complete.
+# The schemes that show an upload, single or multipart, only when it is complete.
 ATOMIC = frozenset("s3 s3a gs gcs abfs abfss az adl hf oci oss".split())
 
+# How a file is transferred. s3fs holds ten parts of 50 MB in memory, but here several files are transferred at once and
+# memory is counted; with a concurrency of 1 it fetches a stream. So does hf with a block size of 0, where the hub would
+# otherwise get, and count, a request for every 5 MB.
 FETCHING: dict[str, dict[str, Any]] = {
     "s3": {"max_concurrency": 1},
     "s3a": {"max_concurrency": 1},
     "hf": {"block_size": 0},
 }
-# How a file is transferred. s3fs holds each of its 50 MB parts in memory, ten at a time; here several files are under
-# way at once, and memory is counted. One at a time is fetched as a stream. So is what comes from the hub, which would
-# otherwise get, and count, a request for every 5 MB.
 SENDING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 2}, "s3a": {"max_concurrency": 2}}
 
 
@@ -57,8 +57,8 @@ class Entry(Struct, frozen=True):
     stamp: str  # identifies the version of the file without reading it: mtime in ns, or an ETag
     # Why it cannot be read, if the listing shows that: a broken link, a folder without permission.
     fault: str | None = None
-    # A socket, a pipe, a device, or a link to a folder that is listed elsewhere: `fault` says which. It is not missed
-    # in the result.
+    # Whether it is a socket, a pipe, a device, or a link to a folder that is listed elsewhere, as `fault` says: then it
+    # is not an error that the result lacks it.
     special: bool = False
 
 
@@ -78,18 +78,18 @@ class LocalPlace(Struct, frozen=True):
     def walk(self) -> Iterator[Entry]:
         """Yield all files below the folder, sorted by name.
 
-        Links are followed, each folder once: a circle, or a second way into a folder, becomes an entry with a fault."""
+        Links are followed, but each folder is entered once: a cycle or a second link becomes an entry with a fault."""
         root = os.fspath(self.root)
         try:
-            os.stat(root)  # noqa: PTH116 - a text, as below, where it has to be fast
+            os.stat(root)  # noqa: PTH116 - a string, as below, where speed matters
         except OSError as error:
             raise explained(error, self.name, "listed") from error
         yield from _files_below(root)
 
     def entry(self, name: str) -> Entry | None:
-        """Return the file of a name; None if there is none, or it is not a regular file."""
+        """Return the file with this name; None if it does not exist or is not a regular file."""
         try:
-            status = os.stat(f"{self.root}/{name}")  # noqa: PTH116 - as fast as it goes
+            status = os.stat(f"{self.root}/{name}")  # noqa: PTH116 - for speed
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -109,7 +109,7 @@ class LocalPlace(Struct, frozen=True):
             raise explained(error, path, "read") from error
 
     def fetch(self, name: str, to: Path, known: Entry | None = None) -> None:
-        """Copy a file to another path, which is complete or absent afterwards."""
+        """Copy a file to another path, completely or not at all. Raises ``PlaceError`` if it is not ``known``."""
         before = known or _present(self.entry(name), self.where(name))
         require_space(to, before.size, self.where(name))
         _copy(self.root / name, to)
@@ -118,7 +118,7 @@ class LocalPlace(Struct, frozen=True):
             raise _changed(self.where(name))
 
     def put(self, file: Path, name: str) -> None:
-        """Copy a local file here, complete or not at all, and replace the one of that name."""
+        """Copy a local file here, completely or not at all, replacing the file with that name."""
         try:
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -153,9 +153,9 @@ def _local_entry(name: str, status: os.stat_result) -> Entry:
 
 
 def _files_below(root: str) -> Iterator[Entry]:
-    """Yield the files below a folder in the order of their names, and what is no file with a fault."""
-    entered: dict[tuple[int, int], str] = {}  # each folder with the name under which it was entered
-    pending: list[tuple[str, os.DirEntry[str] | None]] = [("", None)]  # the next one last; folders have no entry
+    """Yield the files below a folder sorted by name; everything that is not a file has a fault."""
+    entered: dict[tuple[int, int], str] = {}  # the name under which each folder was entered
+    pending: list[tuple[str, os.DirEntry[str] | None]] = [("", None)]  # a stack; folders have no entry
     while pending:  # no recursion: a path has room for 2,000 nested folders
         name, child = pending.pop()
         if child is not None:
@@ -171,7 +171,7 @@ def _files_below(root: str) -> Iterator[Entry]:
                 continue
             entered[key], verb = shown, "listed"
             with os.scandir(path) as children:
-                # A folder sorts as its files do, whose names go on with a slash.
+                # A folder sorts with a slash at its end, as its files do.
                 inside = [
                     (f"{name}{each.name}/", None) if _is_folder(each) else (name + each.name, each) for each in children
                 ]
@@ -182,7 +182,7 @@ def _files_below(root: str) -> Iterator[Entry]:
 
 
 def _place_inside(folder: str, root: str) -> str | None:
-    """Return where below the root a link leads: that folder is walked under its own name, now or later."""
+    """Return the path below the root that a linked folder has, which is walked under that name; otherwise None."""
     if folder == root or not os.path.islink(folder):  # noqa: PTH114
         return None
     real, root = os.path.realpath(folder), os.path.realpath(root)
@@ -204,13 +204,13 @@ def _found(name: str, child: os.DirEntry[str]) -> Entry:
 def _is_folder(child: os.DirEntry[str]) -> bool:
     try:
         return child.is_dir()
-    except OSError:  # a link that cannot be followed: in a circle, or through a closed folder
+    except OSError:  # a link that cannot be followed: a cycle, or no permission
         return False
 
 
 class RemotePlace(Struct, frozen=True):
-    """A place at a URL. Keys and endpoints come from where the backend looks for them: its environment variables
-    and files, and the configuration of fsspec."""
+    """A place at a URL. Credentials and endpoints come from where the backend looks for them: its environment
+    variables and files, and the configuration of fsspec."""
 
     name: str
 
@@ -231,27 +231,27 @@ class RemotePlace(Struct, frozen=True):
         def listed() -> dict[str, Any]:
             found: dict[str, Any] = system.find(base, detail=True)
             if not found:
-                system.info(base)  # raises where the bucket or folder itself is not there
+                system.info(base)  # raises if the bucket or folder itself does not exist
             return found
 
         found = persistently(listed, self.name, "listed")
-        system.invalidate_cache()  # what it remembers of a listing of a million files is as large as the listing
+        system.invalidate_cache()  # its cache is as large as the listing of a million files
         prefix = f"{base}/" if base else ""
         for path in sorted(found):
             name = path.removeprefix(prefix)
             if path.endswith("/") or TEMPORARY.fullmatch(name.rpartition("/")[2]):  # a/ marks a folder
                 continue
-            # The pages that a web server makes of its folders do not say how large a file is.
+            # Folder listings of web servers do not give the sizes of files.
             entry = _remote_entry(name, found[path]) if found[path].get("size") is not None else self.entry(name)
             if entry is not None:
                 yield entry
 
     def entry(self, name: str) -> Entry | None:
-        """Return the file of a name; None if there is none."""
+        """Return the file with this name; None if it does not exist."""
         return persistently(lambda: self._look(name), self.where(name), "looked at")
 
     def head(self, name: str, count: int) -> bytes:
-        """Return the first bytes of a file, in one request; in two if there are fewer than asked for."""
+        """Return the first bytes of a file with one request, or two if the file is shorter."""
         system, path = self._reached(name)
 
         def read() -> bytes:
@@ -263,7 +263,7 @@ class RemotePlace(Struct, frozen=True):
         return persistently(read, self.where(name), "read")
 
     def fetch(self, name: str, to: Path, known: Entry | None = None) -> None:
-        """Copy a file to a local path."""
+        """Copy a file to a local path, completely or not at all. Raises ``PlaceError`` if it is not ``known``."""
         from fsspec.callbacks import Callback
 
         system, path = self._reached(name)
@@ -277,7 +277,7 @@ class RemotePlace(Struct, frozen=True):
                 after, size = self._look(name), temporary.stat().st_size
                 if after != before:
                     raise _changed(self.where(name)) if known else TransferError(f"{self.where(name)}: it changed")
-                # Fetching ranges makes the file as large as it has to be first, and a short transfer leaves a hole.
+                # Fetching by ranges extends the file to its full size first, so a short transfer leaves a hole.
                 if size != before.size or 0 < came.value < size:
                     raise TransferError(f"{self.where(name)}: {came.value or size} of {before.size} bytes came")
                 temporary.replace(to)
@@ -328,10 +328,10 @@ class RemotePlace(Struct, frozen=True):
         try:
             system.rm_file(path)
         except FileNotFoundError:
-            return  # as it should be
+            return
 
     def _look(self, name: str) -> Entry | None:
-        """Return the file of a name as it is now, past what the backend remembers of a listing."""
+        """Return the file with this name as it is now, bypassing the backend's cache."""
         system, path = self._reached(name)
         system.invalidate_cache(path)
         try:
@@ -341,7 +341,7 @@ class RemotePlace(Struct, frozen=True):
         return _remote_entry(name, info) if info["type"] == "file" else None
 
     def _reached(self, name: str = "") -> tuple[AbstractFileSystem, str]:
-        """Return the file system, and the path in it. fsspec keeps one of each kind for a process and its threads."""
+        """Return the file system, which fsspec caches per process, and the path in it."""
         system, base = file_system(self.name)
         if not name:
             return system, base
@@ -359,7 +359,7 @@ def _remote_entry(name: str, info: Mapping[str, Any]) -> Entry:
 
 
 def _leads_out(name: str) -> str | None:
-    """Return why a key cannot be the path of a file below a folder, which any text can be a key of."""
+    """Return why a key, which may be any text, cannot be the path of a file below a folder; None if it can."""
     parts = name.split("/")
     if "" in parts or "." in parts or ".." in parts or "\0" in name:
         return "its name is not a path below a folder (it has empty parts, dots or NUL); rename it"
@@ -372,10 +372,10 @@ Place = LocalPlace | RemotePlace
 
 
 def open_place(text: str) -> Place:
-    """Return the place of a name: a local folder, or any URL of fsspec (``s3://bucket/zoo``, ``hf://org/model``).
+    """Return the place with this name: a local folder, or a URL of fsspec (``s3://bucket/zoo``, ``hf://org/model``).
 
-    Raises ``UsageError`` if the package for such a URL is missing, and says which extra brings it. Listing it shows
-    whether it exists."""
+    Raises ``UsageError`` with the extra to install if the package for such a URL is missing. Does not check whether the
+    place exists."""
     if not text:
         raise UsageError("the name is empty; give a folder or a URL")
     if is_local(text):
@@ -386,12 +386,12 @@ def open_place(text: str) -> Place:
 
 
 def is_local(text: str) -> bool:
-    """Return whether a name is a folder of this machine."""
+    """Return whether a name is a local path."""
     return "://" not in text or text.startswith(SCHEMES)
 
 
 def walk_if_there(place: Place) -> Iterator[Entry]:
-    """Yield all files of a place that may not exist yet: an object store has no empty folders."""
+    """Yield all files of a place that may not exist yet."""
     try:
         yield from place.walk()
     except AbsentError:
@@ -399,10 +399,10 @@ def walk_if_there(place: Place) -> Iterator[Entry]:
 
 
 def split_source(text: str) -> tuple[str, str | None]:
-    """Return the place that a source names, and the pattern of the files meant in it; None for all.
+    """Return the place that a source names, and the pattern of the chosen files in it, None for all.
 
-    A source is a folder, a single file, or a glob (``old/**/*.pth``, ``s3://bucket/zoo/*.pt``), whose folders up to the
-    first wildcard are the place. A local file of exactly that name comes before any glob."""
+    A source is a folder, a single file, or a glob (``old/**/*.pth``, ``s3://bucket/zoo/*.pt``), whose folders before
+    the first wildcard are the place. An existing local file with that name takes precedence over a glob."""
     if is_local(text):
         path = LocalPlace(text).root
         if path.is_dir():
@@ -424,7 +424,7 @@ def split_source(text: str) -> tuple[str, str | None]:
 
 
 def require_space(goal: Path, size: int, what: str) -> None:
-    """Raise ``NoSpaceError`` if the disk of a path has less room than ``size`` bytes and a reserve."""
+    """Raise ``NoSpaceError`` if the disk of a path has less than ``size`` bytes free, plus a reserve."""
     free = shutil.disk_usage(goal.parent).free
     if size + RESERVE > free:
         raise NoSpaceError(
@@ -444,5 +444,5 @@ def _changed(where: str) -> PlaceError:
 
 
 def temporary_name() -> str:
-    """Return a new name. That of the file is not in it: it may already be as long as a name may be."""
+    """Return a new name without that of the file, which may already have the maximum length."""
     return f".{os.urandom(6).hex()}.ckptfix-tmp"

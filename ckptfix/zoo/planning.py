@@ -1,4 +1,4 @@
-"""The jobs of a migration: what is to be done with each item, under which name, and what is done already."""
+"""Plans the jobs of a migration: what to do with each item, its output's name, and what is done already."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Status(Enum):
 
 
 class MigrationPlan(Struct, dict=True):
-    """What a migration does with the items of a zoo. ``known`` is what an earlier run wrote down, by source."""
+    """What a migration does with the items of a zoo. ``known`` are the records of an earlier run, by source."""
 
     items: list[Item]
     known: Mapping[str, Record]
     table: Table
     source: str
     destination: str
-    # The table with the options that were given for these items only: a decision, and not other settings.
+    # The table with options given only for these items, which are decisions and not changed settings.
     decided: Table | None = None
     again: tuple[str, ...] = ()
     others: Others = Others.COPY
@@ -48,12 +48,12 @@ class MigrationPlan(Struct, dict=True):
     verifies: bool = False
 
     def __post_init__(self) -> None:
-        # What takes longest begins first, so that nothing is waited for at the end.
+        # The largest begin first, so that the run does not end with one long job.
         self.items = sorted(self.items, key=lambda item: (-item.size, item.name))
 
     @cached_property
     def _claims(self) -> Counter[str]:
-        """How many outputs claim a name below the destination."""
+        """The number of outputs that claim each name in the destination."""
         names = {item.name for item in self.items}
         # A run for some of the files must not write over the outputs of the others.
         beside = (
@@ -70,20 +70,21 @@ class MigrationPlan(Struct, dict=True):
 
     @cached_property
     def _old_outputs(self) -> Counter[str | None]:
-        """How many sources an earlier run gave an output: copies of one file, named by their hash, share one."""
+        """The number of sources with each output of an earlier run: copies named by their hash share one."""
         return Counter(record.output for record in self.known.values())
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command of this migration, word by word."""
+        """The command of this migration, as words."""
         return self.again or ("ckptfix", "migrate", self.source, self.destination)
 
     def todo(
         self, journal: Journal | None, size_of: Callable[[str], int | None], on_done: Callable[[Item, Record], None]
     ) -> Iterator[Job]:
-        """Yield the jobs that are left. ``journal`` is the manifest, for those that are verified; ``on_done`` gets the
-        items that an earlier run has done before there is any job, so that it is known from the start how much is left.
-        """
+        """Yield the jobs that are left. ``journal`` is the manifest, to verify what is done.
+
+        ``on_done`` gets the items that an earlier run has done, all before the first job, so that progress is right
+        from the start."""
         statuses = [Status.NEW] * len(self.items)
         for number, item in enumerate(self.items) if self.resumes else ():
             if (known := self.known.get(item.name)) is not None:
@@ -101,7 +102,7 @@ class MigrationPlan(Struct, dict=True):
             yield job
 
     def left_over(self, record: Record) -> list[str]:
-        """Return the outputs of an earlier run that a new record makes stale: its output has another name, or none."""
+        """Return the outputs of an earlier run that a new record, with another output or none, makes stale."""
         before = self.known.get(record.source)
         if before is None or before.output_size is None:
             return []
@@ -125,7 +126,7 @@ class MigrationPlan(Struct, dict=True):
             self.destination,
             treatment,
             output,
-            # What the result depends on besides the bytes.
+            # what the result depends on besides the source
             self.others.value if item.kind is ItemKind.OTHER else common.digest(version()),
             taken=tuple(self._taken(item, treatment, output)),
             others=self.others,
@@ -136,18 +137,18 @@ class MigrationPlan(Struct, dict=True):
         )
 
     def _treatment_of(self, item: Item) -> Treatment:
-        """Return what was decided for an item, now or earlier for the same file; else the table's treatment."""
+        """Return the treatment decided for an item, now or earlier for the unchanged file, otherwise the table's."""
         if self.decided is not None:
             return self.decided.treatment_of(item.name)
         common, before = self.table.treatment_of(item.name), self.known.get(item.name)
         is_same = before is not None and (before.size, before.stamp) == (item.size, item.stamp)
         if self.resumes and before is not None and is_same and before.decision:
-            with suppress(UsageError):  # it named a file that is gone: the item needs a decision again, and says so
+            with suppress(UsageError):  # it names a file that is gone: a decision is needed again
                 return with_decision(common, before.decision)
         return common
 
     def _taken(self, item: Item, treatment: Treatment, output: str) -> Iterator[str]:
-        """Of the names that the output may get, those that it may not have."""
+        """Yield the names that the output must not have."""
         yield from (name for name in _names(item, output) if self._claims[name] > 1)
         if item.kind is ItemKind.FOLDER:
             name = treatment.output_name(item.name, is_folder=True)
@@ -159,11 +160,11 @@ class MigrationPlan(Struct, dict=True):
 
 
 def status_of(known: Record, job: Job, size_of: Callable[[str], int | None]) -> Status:
-    """Return what an earlier run means for an item. It is done if the source is unchanged by size and stamp, the
-    settings are the same, and the output is there in its size. What failed is tried again.
+    """Return the status of an item after an earlier run. It is done if size and stamp of the source and the settings
+    are unchanged, and the output exists with its size. Failed items are new again.
 
-    A decision of an earlier run holds until there is another. A file in the place of an output that could not be
-    written is a decision too."""
+    A decision of an earlier run holds until there is another. A file added by hand in place of an output that could not
+    be written is a decision too."""
     if (known.size, known.stamp, known.settings) != (job.item.size, job.item.stamp, job.settings):
         return Status.NEW
     if job.decision and _plain(job.decision) != _plain(known.decision or {}):
@@ -175,7 +176,7 @@ def status_of(known: Record, job: Job, size_of: Callable[[str], int | None]) -> 
     if known.outcome not in (Outcome.DECISION, Outcome.UNREADABLE) or job.item.kind is ItemKind.OTHER:
         return Status.DONE if is_there else Status.NEW
     if not sizes:
-        is_free = job.written_name not in job.taken  # else it is the output of another source
+        is_free = job.written_name not in job.taken  # otherwise it is another source's output
         return Status.BY_HAND if is_free and size_of(job.written_name) is not None else Status.DONE
     if is_there:
         return Status.DONE
@@ -188,7 +189,7 @@ def _plain(decision: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(item: Item, output: str) -> Iterable[str]:
-    """Return the names in the destination that an item certainly claims."""
+    """Return the names in the destination that an item claims in any case."""
     if item.kind is ItemKind.FOLDER:
         return (part.name for part in item.parts)
     return (output, *(join(dirname(output), basename(entry.name)) for entry in item.beside))

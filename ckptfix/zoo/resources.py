@@ -1,4 +1,4 @@
-"""Memory and temporary space: what there is, what a job may take, and what a piece of work took."""
+"""Memory and temporary space: how much is free, how much a job may take, and the peak of a job."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path, PurePosixPath
 from msgspec import Struct, field
 
 MEBI = 1 << 20
-_PROCESS = 64 * MEBI  # Python and ckptfix, and the block that bytes go through
-_PARSING, _MOST_PARSING = 4, 64 * MEBI  # parsing may take this many times the size of a file, up to a limit
-_TORCH = 450 * MEBI  # a process that has torch
+_PROCESS = 64 * MEBI  # Python, ckptfix, and its buffers
+_PARSING, _MOST_PARSING = 4, 64 * MEBI  # parsing may take so many times the size of a file, up to a limit
+_TORCH = 450 * MEBI  # a process that imports torch
 _SAFE_SHARE = 0.8
-_RESET_PEAK = b"5"  # what `clear_refs` takes to begin a new peak (https://docs.kernel.org/filesystems/proc.html)
+_RESET_PEAK = b"5"  # resets the peak when written to `clear_refs` (https://docs.kernel.org/filesystems/proc.html)
 
 # The files of a control group (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory).
 _FIRST_VERSION, _SECOND_VERSION = (("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current"))
 
-# Those with `total_` include the groups below; of the second version, all do.
+# In the first version, only those with `total_` include child groups; in the second, all do.
 _CACHED = ("active_file", "inactive_file", "total_active_file", "total_inactive_file")
 
 
 class Cost(Struct, frozen=True):
-    """What a job may take: bytes of memory, and of temporary space."""
+    """The bytes of memory and of temporary space that a job may take."""
 
     memory: int
     temporary: int = 0
@@ -36,9 +36,9 @@ class Cost(Struct, frozen=True):
 def cost_of(size: int, runs_model: bool, fetches: bool) -> Cost:
     """Return the most that a file of this size is expected to take.
 
-    Bytes are copied and scanned in blocks, so that the size of a file hardly counts. If a model is built, both the
-    worker and the forward test have torch, and the test holds model and weights. A file of another machine comes and
-    goes through a temporary file each."""
+    Files are copied and scanned in blocks, so their size hardly counts. If a model is built, both the worker and the
+    forward test import torch, and the test holds model and weights. A remote file is downloaded to a temporary file,
+    and its output is another one."""
     memory = _PROCESS + min(_PARSING * size, _MOST_PARSING)
     if runs_model:
         memory += 2 * _TORCH + 3 * size
@@ -46,14 +46,14 @@ def cost_of(size: int, runs_model: bool, fetches: bool) -> Cost:
 
 
 class Budget(Struct):
-    """The room that is left. A job that is larger than all of it runs when no other does."""
+    """The memory and temporary space of all jobs. A job that exceeds it runs when no other does."""
 
     memory: int
     temporary: float = math.inf
     _taken: list[Cost] = field(default_factory=list)
 
     def fits(self, cost: Cost) -> bool:
-        """Return whether a job may begin beside those that run."""
+        """Return whether a job may start beside the running ones."""
         if not self._taken:
             return True
         memory = sum(taken.memory for taken in self._taken) + cost.memory
@@ -61,41 +61,41 @@ class Budget(Struct):
         return memory <= self.memory and temporary <= self.temporary
 
     def take(self, cost: Cost) -> None:
-        """Count a job that begins."""
+        """Reserve the cost of a job that starts."""
         self._taken.append(cost)
 
     def give_back(self, cost: Cost) -> None:
-        """Count a job that is over."""
+        """Release the cost of a job that has ended."""
         self._taken.remove(cost)
 
 
 class Peak:
-    """The most memory that this process, or one of its children that ended, held since this was made.
+    """The peak memory of this process, or of one of its children that have ended, since this object was created.
 
-    If the system cannot begin a new peak, it is that of the whole life of the process."""
+    If the system cannot reset the peak, it is that since the process started."""
 
     def __init__(self) -> None:
-        with contextlib.suppress(OSError):  # not Linux, or a kernel without it: ru_maxrss says what it can
+        with contextlib.suppress(OSError):  # not Linux, or a kernel without it
             Path("/proc/self/clear_refs").write_bytes(_RESET_PEAK)
         self._children = _maxrss(resource.RUSAGE_CHILDREN)
 
     def nbytes(self) -> int:
-        """Return the peak so far."""
+        """Return the peak so far, in bytes."""
         own = _kilobytes("/proc/self/status", "VmHWM") or _maxrss(resource.RUSAGE_SELF)
         children = _maxrss(resource.RUSAGE_CHILDREN)
         return max(own, children) if children > self._children else own
 
 
 def memory_at_hand() -> int:
-    """Return the bytes that jobs may take together without driving the machine into swap: a share of what is free, and
-    of the limit of the container or cluster job if that is less."""
+    """Return the bytes of memory that all jobs together may take: a share of what is free, or of what the limits of the
+    container or cluster job leave."""
     free = [_kilobytes("/proc/meminfo", "MemAvailable"), *_left_by_limits()]
     known = [nbytes for nbytes in free if nbytes is not None]
     return max(int(_SAFE_SHARE * min(known)), 1 << 28) if known else 2 << 30
 
 
 def room_at(folder: Path) -> int:
-    """Return the bytes of temporary files that a folder may hold, so that its disk does not run full."""
+    """Return the bytes of temporary files that a folder may hold without filling its disk."""
     return int(_SAFE_SHARE * shutil.disk_usage(folder).free)
 
 
@@ -114,7 +114,7 @@ def _kilobytes(file: str, name: str) -> int | None:
 
 
 def _left_by_limits(root: Path = Path("/")) -> Iterator[int]:
-    """Yield bytes below the limit of each control group that this process is in: its own, and all around that."""
+    """Yield the bytes left below the limit of each control group of this process: its own, and all its ancestors."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # not Linux
@@ -126,14 +126,14 @@ def _left_by_limits(root: Path = Path("/")) -> Iterator[int]:
         mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         limit, usage = _FIRST_VERSION if controllers else _SECOND_VERSION
         own = PurePosixPath(path.lstrip("/"))
-        for folder in (own, *own.parents):  # in a container the path may be that outside, and only the root is there
+        for folder in (own, *own.parents):  # in a container, the path may be the host's, and only the root exists
             most, used = _number(mount / folder / limit), _number(mount / folder / usage)
             if most is not None and used is not None:
                 yield max(most - used + _cached(mount / folder / "memory.stat"), 0)
 
 
 def _cached(statistics: Path) -> int:
-    """Return bytes of files in the cache, which is given up when memory is needed."""
+    """Return the bytes of the page cache, which the kernel frees when memory is needed."""
     try:
         lines = statistics.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -152,7 +152,7 @@ def _number(file: Path) -> int | None:
 
 
 def memory_of(pid: int) -> int:
-    """Return the bytes that a process and its descendants hold for themselves now; 0 if the system does not say."""
+    """Return the bytes of anonymous memory and swap of a process and its descendants; 0 if not available."""
     pids, total = [pid], 0
     while pids:
         each = pids.pop()

@@ -1,5 +1,5 @@
-"""The files of a zoo as a draft of ``zoo.toml`` sees them: what each shows without its weights (the layout of its
-keys, the class of a whole model), and which belong together, with the shortest patterns that match only these.
+"""Surveys the files of a zoo for a draft of ``zoo.toml``: the layout of keys in each, groups of equal layout, and the
+shortest patterns that match only the files of a group.
 
 No tensor is read, and no code of a file runs."""
 
@@ -35,25 +35,25 @@ from ckptfix.zoo.places import Place
 from ckptfix.zoo.resources import room_at
 from ckptfix.zoo.workspace import temporary_folder
 
-AHEAD = 8  # copies of items that are being fetched, or wait for their turn, at the same time
+AHEAD = 8  # items that are fetched, or wait to be used, at the same time
 
-# Attributes under which trainers hold the model: if all keys begin with one, the model is what follows.
+# Attributes in which trainers keep the model: if all keys start with one, the rest are the model's names.
 HOLDERS = frozenset(
     "model net network backbone encoder state_dict _model student teacher online_network learner".split()
 )
 
-# Classes that say nothing of the model in them.
+# Classes that wrap a model.
 WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.optim.swa_utils.", "torch.nn.modules.container.")
 
 
 class ItemLayout(Struct, frozen=True, dict=True):
-    """Names and shapes without the prefixes of wrappers, and without what comes and goes between releases."""
+    """Names and shapes without prefixes of wrappers and without buffers that differ between releases."""
 
     shapes: Shapes
 
     @cached_property
     def digest(self) -> str:
-        """A digest of names and shapes."""
+        """The digest of names and shapes."""
         lines = sorted(f"{key} {shape}" for key, shape in self.shapes.items())
         return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()[:16]
 
@@ -64,26 +64,26 @@ class ItemLayout(Struct, frozen=True, dict=True):
 
 
 class Sight(Struct, frozen=True):
-    """What was seen of one checkpoint. Without a layout it could not be read, and ``fault`` says why."""
+    """What the survey found in one checkpoint. Without a layout, it could not be read, and ``fault`` says why."""
 
     name: str
     layout: ItemLayout | None = None
-    prefix: str = ""  # what was before the keys, as it was there
+    prefix: str = ""  # what was removed from the keys
     dtypes: tuple[str, ...] = ()
-    weights: str = "."  # the state_dict that is taken by default
-    candidates: tuple[str, ...] = ()  # all state_dicts that could be meant, if there are several
-    whole_model: str = ""  # the class of a model that was saved whole
+    weights: str = "."  # the state_dict that is used by default
+    candidates: tuple[str, ...] = ()  # all state_dicts, if there are several
+    whole_model: str = ""  # the class of a pickled model
     is_damaged: bool = False
-    counters: bool = True  # whether each running mean has its count: files from before torch 0.4.1 do not
+    counters: bool = True  # whether each running mean has num_batches_tracked, as since torch 0.4.1
     fault: str = ""
     is_hostile: bool = False
-    whole: int = 0  # of a file without a layout: how many tensors a decision would give
+    whole: int = 0  # the tensors that a decision could save from a file without a layout
 
 
 def survey(place: Place, items: Sequence[Item], room: float | None = None) -> list[Sight]:
-    """Return what is seen of each item that is a checkpoint, in their order. Equal layouts are one object.
+    """Return the sight of each item that is a checkpoint, in order. Equal layouts are one object.
 
-    ``room`` is the bytes that copies of remote files may take on this machine, by default most of what is free."""
+    ``room`` is the bytes that copies of remote files may take on this machine, by default most of the free space."""
     layouts: dict[str, ItemLayout] = {}
     items = [item for item in items if item.kind is not ItemKind.OTHER]
     sights = []
@@ -102,15 +102,15 @@ def survey(place: Place, items: Sequence[Item], room: float | None = None) -> li
 def each_on_this_machine(
     place: Place, items: Sequence[Item], folder: Path, room: float
 ) -> Iterator[Path | CkptfixError]:
-    """Yield the local path of each item, in their order, or why it cannot be fetched.
+    """Yield the local path of each item, in order, or the error if it cannot be fetched.
 
-    Remote items are fetched ahead, as long as their copies take no more than ``room`` bytes together, or there is only
-    one. A copy is removed when the next item is asked for."""
+    Remote items are fetched in advance while their copies take no more than ``room`` bytes together, but always one. A
+    copy is removed when the next item is requested."""
     if place.root is not None:
         yield from (fetch_item(place, item, folder) for item in items)
         return
     waiting, under_way, taken = deque(enumerate(items)), deque[tuple[int, Path, AsyncResult[Path]]](), 0
-    with ThreadPool(AHEAD) as pool:  # nothing waits for its threads at the end: Ctrl-C must not take minutes
+    with ThreadPool(AHEAD) as pool:  # its threads are not joined at the end: Ctrl-C must not take minutes
         while waiting or under_way:
             while waiting and len(under_way) < AHEAD and (not under_way or taken + waiting[0][1].size <= room):
                 number, item = waiting.popleft()
@@ -163,7 +163,7 @@ def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, ItemLayout])
 
 
 def plain_names(shapes: Shapes) -> tuple[Shapes, str]:
-    """Return names as the model itself has them, and the prefix that was removed."""
+    """Return the shapes by the model's own names, and the prefix that was removed."""
     new = {key: bare(key) for key in shapes}
     prefix = ""
     if segments := segments_in(shapes):
@@ -179,19 +179,19 @@ def plain_names(shapes: Shapes) -> tuple[Shapes, str]:
 
 
 def _holder(names: Iterable[str]) -> str | None:
-    """Return the first segment of all names, if it is one that trainers use."""
+    """Return the first segment of all names if trainers keep models under it, else None."""
     first = {name.partition(".")[0] for name in names if not is_passing(name, ())}
     only = next(iter(first)) if len(first) == 1 else None
     return only if only in HOLDERS and all("." in name for name in names) else None
 
 
 def layout_of(shapes: Shapes) -> ItemLayout:
-    """Return the layout of names and shapes."""
+    """Return the layout of names and shapes, without buffers that differ between releases."""
     return ItemLayout({key: shape for key, shape in shapes.items() if not is_passing(key, shape)})
 
 
 def _class(checkpoint: Checkpoint) -> str:
-    """Return the class of a model that was saved whole; empty if none was."""
+    """Return the class of a pickled model, without wrappers; empty if there is none."""
     value = value_at(checkpoint.root, checkpoint.container)
     for _ in range(4):
         parts = module_parts(value)
@@ -204,14 +204,14 @@ def _class(checkpoint: Checkpoint) -> str:
     return ""
 
 
-_ALIKE = 3  # files whose names differ only in numbers, from which on they get one pattern
+_ALIKE = 3  # the least number of files, with names that differ only in numbers, for one pattern
 
-# The parts of a name that change from one file of a run to the next: hashes and numbers.
+# The parts of a name that differ between the files of a run: hashes and numbers.
 _MOVING = re.compile(r"(?<![0-9a-z])[0-9a-f]{8,64}(?![0-9a-z])|\d+(?:\.\d+)?", re.IGNORECASE)
 
 
 class Group(Struct, frozen=True):
-    """The checkpoints of one layout; those that hold several state_dicts apart from those that hold one."""
+    """The checkpoints with one layout and the same choice of state_dicts."""
 
     layout: ItemLayout
     sights: tuple[Sight, ...]
@@ -219,12 +219,12 @@ class Group(Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its files."""
+        """The names of its files."""
         return tuple(sight.name for sight in self.sights)
 
 
 def gather(sights: Sequence[Sight], others: Iterable[str]) -> list[Group]:
-    """Return the groups of equal layout, the largest first. ``others`` are names that no pattern may match."""
+    """Return the groups of equal layout, the largest first. ``others`` are names that no pattern must match."""
     by_layout: dict[tuple[str, ...], list[Sight]] = defaultdict(list)
     for sight in sights:
         if sight.layout is not None:
@@ -243,7 +243,7 @@ def gather(sights: Sequence[Sight], others: Iterable[str]) -> list[Group]:
 
 
 class _Names:
-    """All names of a zoo, so that a pattern is known to match no other."""
+    """All names of a zoo, to find patterns that match only some of them."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.below: dict[str, set[str]] = defaultdict(set)
@@ -258,8 +258,8 @@ class _Names:
         self.folders = Counter(folder.rpartition("/")[2] for folder in self.below)
 
     def patterns(self, wanted: set[str]) -> Iterator[str]:
-        """Yield patterns that match these names and no other: whole folders, then one name in several folders, then
-        similar names, then single ones."""
+        """Yield patterns that match exactly these names: whole folders, then one name in several folders, then similar
+        names, then single ones."""
         left = set(wanted)
         for folder in sorted({name.rpartition("/")[0] for name in wanted} - {""}):
             place = self._highest(folder, wanted)
@@ -282,18 +282,18 @@ class _Names:
         yield from (self._anchored(glob.escape(name), self.own[name]) for name in sorted(left))
 
     def _highest(self, folder: str, wanted: set[str]) -> str | None:
-        """Return the highest folder above, or the folder itself, all of whose files are wanted."""
+        """Return the outermost of a folder and its parents whose files are all wanted, None if there is none."""
         parts = folder.split("/")
         places = ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
         return next((place for place in places if self.below[place] <= wanted), None)
 
     def _anchored(self, pattern: str, count: int) -> str:
-        """Return the pattern with a leading slash, if it would match something of that name elsewhere too."""
+        """Return the pattern, with a leading slash if it would otherwise match the same name elsewhere too."""
         return pattern if "/" in pattern.rstrip("/") or count == 1 else f"/{pattern}"
 
 
 def _alike(names: set[str]) -> dict[str, set[str]]:
-    """Return names by the pattern that they have with a star for each part that is not the same in all of them."""
+    """Return the names grouped by pattern, which has a star for each number or hash that differs between them."""
     forms: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(dict)
     for name in names:
         folder, _, own = name.rpartition("/")

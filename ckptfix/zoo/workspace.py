@@ -1,9 +1,9 @@
 """The journals of a migration, and its folder for temporary files.
 
-With a local destination, the manifest grows in it, and temporary files are in a hidden folder of it, from which a
-rename puts them in place. With a remote one, or in a dry run, all of that is in a temporary folder of this machine; the
-journals are then fetched from the destination, and sent there from time to time. A SIGKILL leaves such folders behind:
-the next migration removes those that no process holds."""
+With a local destination, the journals and a hidden folder for temporary files are in it, and a rename puts outputs in
+place. With a remote destination or in a dry run, both are in a temporary folder of this machine; the journals are
+fetched from the destination first, and uploaded from time to time. A SIGKILL leaves such folders behind: the next
+migration removes those that no process holds."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ckptfix.writing.atomic import atomic_file, flush_file, remove_leftovers, te
 from ckptfix.zoo.manifest import MANIFEST, OWN_NAMES, RENAMES, WEIGHTS, Journal
 from ckptfix.zoo.places import Place, walk_if_there
 
-# The folder for temporary files in a local destination. The next run removes what a killed run left in it.
+# The folder for temporary files in a local destination. The next run removes what a killed one left.
 SCRATCH = ".ckptfix-tmp"
-_SHARE = 20  # sending the journals may take one part in this many of the time, however large they become
+_SHARE = 20  # uploading the journals may take one part in this many of the time, however large they are
 
 
 class Workspace(Struct):
@@ -36,12 +36,12 @@ class Workspace(Struct):
     manifest: Journal
     weights: Journal
     scratch: Path
-    is_published: bool  # whether the journals have to be sent to the destination
+    is_published: bool  # whether the journals have to be uploaded
     _sent: float = 0.0
     _took: float = 1.0
 
     def publish(self, at_once: bool = False) -> None:
-        """Send the journals to a remote destination, if it is time."""
+        """Upload the journals to a remote destination, if it is time to."""
         if not self.is_published or (not at_once and time.monotonic() - self._sent < _SHARE * self._took):
             return
         began = time.monotonic()
@@ -52,8 +52,8 @@ class Workspace(Struct):
         self._took = max(self._sent - began, 0.5)
 
     def close_journals(self, outputs: Mapping[str, str | None]) -> None:
-        """Put the journals in order: one line for each source, and the names that changed. ``outputs`` is the output of
-        each source in the manifest."""
+        """Tidy the journals to one line for each source, and write renames.json. ``outputs`` has the output of each
+        source in the manifest."""
         self.manifest.tidy(self.scratch)
         self.weights.tidy(self.scratch)
         renames = {source: name for source, name in sorted(outputs.items()) if name is not None and name != source}
@@ -66,10 +66,10 @@ class Workspace(Struct):
 
 @contextmanager
 def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
-    """Provide the workspace of a migration to this destination; its temporary files are gone at the end, its journals
-    closed.
+    """Open the workspace of a migration to this destination. At the end, remove its temporary files and close its
+    journals.
 
-    Raises ``UsageError`` if the destination is not empty and no migration, or is in use by another one."""
+    Raises ``UsageError`` if the destination has other files than those of a migration, or another one is using it."""
     with ExitStack() as stack:
         folder = destination.root
         is_away = folder is None or dry_run
@@ -98,7 +98,7 @@ def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
 
 
 def temporary_folder() -> AbstractContextManager[Path]:
-    """Provide a temporary folder of this machine, gone at the end; with it go those of migrations that were killed."""
+    """Create a temporary folder that is removed at the end, and remove those of killed migrations."""
     return temporary_folder_beside(Path(tempfile.gettempdir(), "zoo"))
 
 
@@ -126,7 +126,7 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Keep other migrations out of the folder. The system releases it however this process ends."""
+    """Lock the folder against other migrations. The system releases the lock however this process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -1,4 +1,4 @@
-"""``zoo.toml``: what belongs to what.
+"""Reads ``zoo.toml``, the table that says what to do with which files.
 
     exclude = ["runs/debug/"]
 
@@ -45,17 +45,17 @@ from ckptfix.known.table import known_target
 from ckptfix.modules.named import configuration_files
 from ckptfix.zoo.naming import MIRRORED, check_template, compile_patterns, output_name
 
-FILE_NAME = "zoo.toml"  # what the table is called by default
+FILE_NAME = "zoo.toml"  # the default name of the table
 _OF_DEFAULTS = toml_keys(Scope.REPAIR)
 _OF_FILES = toml_keys(Scope.REPAIR, Scope.ONE_FILE)
 TOP_KEYS = ("exclude", "defaults", "files")
-_SHOWN = 80  # characters of its patterns that name a table in messages
+_SHOWN = 80  # characters of a table's patterns that messages quote
 
 
 class Treatment(Struct, frozen=True, dict=True):
-    """What to do with the files that match: the options that the user chose, and the template of the output's name.
+    """What to do with the matching files: the options that the user chose, and the template of the output's name.
 
-    It is plain data, for a worker or another node. ``place`` is the table that it comes from."""
+    Plain data, to be sent to a worker or another node. ``place`` is the table that it comes from."""
 
     patterns: tuple[str, ...] = ()
     choices: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Treatment(Struct, frozen=True, dict=True):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those that are fields of ``core.settings.Settings``."""
+        """The arguments that are fields of ``core.settings.Settings``."""
         return {name: value for name, value in self.arguments.items() if BY_NAME[name].is_setting}
 
     @property
@@ -83,12 +83,12 @@ class Treatment(Struct, frozen=True, dict=True):
         return self.arguments.get("like")
 
     def output_name(self, name: str, form: str | None = None, *, is_folder: bool = False) -> str:
-        """Return what the output for a source is called. ``form`` is the format of the source, if it is known."""
+        """Return the name of the output for a source. ``form`` is the format of the source, if it is known."""
         return output_name(name, self.settings.get("format") or form, self.output, is_folder=is_folder)
 
     def digest(self, version: str) -> str:
-        """Return what changes when the result may: with a setting, with the version of ckptfix, or with a file that is
-        read beside the source (by size and mtime, as they are when this is first called)."""
+        """Return a digest of what the result depends on: the settings, the version of ckptfix, and the other input
+        files (by size and mtime at the time of the first call)."""
         return hashlib.sha256(f"{version}\n{self._fingerprint}".encode()).hexdigest()[:32]
 
     @cached_property
@@ -109,20 +109,20 @@ class Treatment(Struct, frozen=True, dict=True):
         return json.dumps(facts, sort_keys=True, default=str)
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """Yield what is read beside the source: the names of the arguments and their files."""
+        """Yield the input files besides the source, each with the name of its argument before it."""
         yield from files_read(self.arguments)
         if self.model is not None:
-            # The code of the model, if it is in the working directory: its author works on it. Or its configuration.
+            # The code of the model if it is in the working directory, where it may change, or its configuration.
             file = self.model.partition(":")[0].replace(".", "/")
             places = (f"{file}.py", f"{file}/__init__.py", *configuration_files(self.model))
             yield from (("model", each) for each in places if Path(each).is_file())
 
 
 class Table(Struct, frozen=True, dict=True):
-    """What to do with each file of a zoo. The empty one gives every file the repairs that need no target."""
+    """What to do with each file of a zoo. An empty table gives every file the repairs that need no target."""
 
     treatments: tuple[Treatment, ...] = ()
-    rest: Treatment = field(default_factory=Treatment)  # for the files that no treatment is for
+    rest: Treatment = field(default_factory=Treatment)  # for files that no treatment matches
     exclude: tuple[str, ...] = ()
     path: Path | None = None
 
@@ -135,12 +135,12 @@ class Table(Struct, frozen=True, dict=True):
         return compile_patterns(self.exclude)
 
     def models(self) -> dict[str, str]:
-        """Return each model that a treatment names, with the first table that does."""
+        """Return the models that treatments name, each with the first table that names it."""
         named = {each.model: each.place for each in (self.rest, *reversed(self.treatments)) if each.model is not None}
         return dict(sorted(named.items(), key=lambda pair: pair[1]))
 
     def treatment_of(self, name: str) -> Treatment:
-        """Return what to do with the file of this name, relative to the zoo's root: the first match wins."""
+        """Return the first treatment that matches a name relative to the zoo's root."""
         return next((each for each, expression in self._expressions if expression.fullmatch(name)), self.rest)
 
     def excludes(self, name: str) -> bool:
@@ -148,7 +148,7 @@ class Table(Struct, frozen=True, dict=True):
         return self._excluded.fullmatch(name) is not None
 
     def idle(self, names: Iterable[str]) -> list[str]:
-        """Return a line for each treatment that none of these names gets."""
+        """Return a line for each treatment that applies to none of these names."""
         used = {id(self.treatment_of(name)) for name in names}
         return [
             f"{self.path or FILE_NAME}: {treatment.place} matches no file, or only files that an earlier table matches"
@@ -158,15 +158,15 @@ class Table(Struct, frozen=True, dict=True):
 
 
 def plain_table(given: Mapping[str, Any] | None = None) -> Table:
-    """Return the table of a zoo without one: ``given`` are the flags of the command line, by name."""
+    """Return the table for a zoo without zoo.toml. ``given`` are the options of the command line, by name."""
     table = Table(rest=_treatment("the command line", (), {}, {}, given or {}))
     return _without_idle_options(table, given or {})
 
 
 def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
-    """Return the table of a file. ``given``, the flags of the command line, win over it.
+    """Read the table in a file. ``given``, the options of the command line, take precedence.
 
-    Paths in it are relative to the file. Raises ``UsageError`` that names the file, the table and the key."""
+    Paths in it are relative to the file. Raises ``UsageError`` with the file, the table and the key."""
     document = parse_toml(path)
     for key in document:
         if key not in TOP_KEYS:
@@ -199,7 +199,7 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
 
 
 def _without_idle_options(table: Table, given: Mapping[str, Any]) -> Table:
-    """Return the table. Raises ``UsageError`` if an option of the command line needs a model and no file has one."""
+    """Return the table itself. Raises ``UsageError`` if an option given needs a model and no file has one."""
     if not any(each.model for each in (*table.treatments, table.rest)):
         for name in idle_options(given):
             if BY_NAME[name].needs_model and given[name] is not False:
@@ -208,7 +208,7 @@ def _without_idle_options(table: Table, given: Mapping[str, Any]) -> Table:
 
 
 def with_decision(treatment: Treatment, decision: Mapping[str, Any]) -> Treatment:
-    """Return the treatment with the options given for one file. Raises ``UsageError`` if they mean nothing now."""
+    """Return the treatment with the options decided for one file. Raises ``UsageError`` if they are not valid now."""
     common = {**treatment.choices, "output": treatment.output}
     return _treatment("an earlier decision", treatment.patterns, common, decision, {}, treatment.place)
 
@@ -247,7 +247,7 @@ def _treatment(
     output = chosen.pop("output", None)
     for name in idle_options(chosen):
         if name not in own:
-            del chosen[name]  # the defaults have it for the files that have a model or a target
+            del chosen[name]  # meant by the defaults for files that have a model or a target
         elif BY_NAME[name].needs_model and chosen[name] is not False:
             raise UsageError(
                 f'{where}: {key_text(Opt(name))} has no meaning without a model; add model = "pkg.mod:factory"'
@@ -263,8 +263,8 @@ def _treatment(
 def treatment_of_choices(
     patterns: tuple[str, ...], choices: Mapping[str, Any], output: str | None, place: str
 ) -> Treatment:
-    """Return the treatment of options by name. Raises ``CkptfixError`` if one has no meaning."""
-    from ckptfix.engine.validation import checked_settings  # the rules and formats come with it
+    """Return the treatment with options by name. Raises ``CkptfixError`` if one is not valid."""
+    from ckptfix.engine.validation import checked_settings  # imports the rules and formats
 
     treatment = Treatment(patterns, dict(choices), output or MIRRORED, place)
     model, like, model_args = treatment.model, treatment.like, treatment.arguments.get("model_args", ())
@@ -288,7 +288,7 @@ def treatment_of_choices(
 
 
 def stamp_of(file: str) -> object:
-    """Return what changes with a file: size and mtime; for a folder, or an index with shards, of all its files."""
+    """Return size and mtime of a file; for a folder, or the index of shards, those of all its files."""
     path = Path(file)
     folder = path if path.is_dir() else path.parent if file.endswith(".index.json") else None
     if folder is None:
@@ -300,7 +300,7 @@ def _stamp(path: Path) -> list[int] | None:
     try:
         facts = path.stat()
     except OSError:
-        return None  # it is missing when it is needed, and that is reported there
+        return None  # reported when the file is needed
     return [facts.st_size, facts.st_mtime_ns]
 
 
