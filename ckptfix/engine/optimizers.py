@@ -18,7 +18,7 @@ from ckptfix.core.objects import MANY
 from ckptfix.core.parts import full
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.engine.changes import assembled, foreign
-from ckptfix.maps.optimizer_states import BLOCKWISE, SCALARS, Optimizer, beginning, flat, optimizers_of
+from ckptfix.maps.optimizer_states import BLOCKWISE, IN_LOOKAHEAD, SCALARS, Optimizer, beginning, flat, optimizers_of
 from ckptfix.reading.tensors import spec_of_number
 
 
@@ -39,6 +39,8 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
         like = regroup.like if is_alone and not optimizer.is_flat else ()
         is_beside = bool(optimizer.path) and optimizer.path[0] in beside
         old = {} if optimizer.is_flat else value_at(beside if is_beside else root, optimizer.path)
+        if IN_LOOKAHEAD in old:
+            made[IN_LOOKAHEAD] = made.pop("state")
         if is_beside:
             beside = _with(beside, optimizer.path, {**old, **made})
         else:

@@ -32,6 +32,9 @@ _BEGINNINGS: Mapping[str, float | str] = {
     "step_size": "lr",
 }
 """Initial values of the state of torch's optimizers: a number, or the hyperparameter with the number."""
+SLOW = frozenset(("slow_param", "slow_params", "slow_buffer"))  # copies of the weights that Lookahead keeps
+IN_LOOKAHEAD = "fast_state"  # what the state of an optimizer in a Lookahead may be called
+STATES = ("state", IN_LOOKAHEAD)
 
 
 class Optimizer(Struct, frozen=True):
@@ -42,7 +45,8 @@ class Optimizer(Struct, frozen=True):
     groups: tuple[Mapping[str, Any], ...]
     is_flat: bool = False  # whether the file has flat keys: `state.fc.weight.exp_avg`
     copies: str = ""
-    """The entry inside or next to it that lists a copy of each parameter, as apex and Megatron keep in float32."""
+    """The entry inside or next to it that lists a copy of each parameter, as apex and Megatron keep in float32, and
+    Lookahead as it was some steps ago."""
 
     @property
     def name(self) -> str:
@@ -86,7 +90,7 @@ def optimizer_of(value: object, path: tuple[PathPart, ...] = ()) -> Optimizer | 
         return None
     if is_flat_optimizer(value):
         return _from_flat(value, path)
-    state, groups = value.get("state"), value.get("param_groups")
+    state, groups = next((value[name] for name in STATES if name in value), None), value.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
         return None
     if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
@@ -99,13 +103,16 @@ def optimizer_of(value: object, path: tuple[PathPart, ...] = ()) -> Optimizer | 
 
 def _with_copies(optimizer: Optimizer, around: Mapping[Any, Any]) -> Optimizer:
     """Return the optimizer with the name of the entry of ``around`` that lists a tensor for each of its parameters, if
-    any: all in one list, or one list per group."""
+    any: all in one list, one list per group, or one row per parameter."""
     for name, value in around.items():
         lists = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
         if all(isinstance(each, list) for each in lists):
             tensors = [one for each in lists for one in each]
             if 1 < len(tensors) == sum(optimizer.sizes) and all(isinstance(one, TensorSpec) for one in tensors):
                 return replace(optimizer, copies=str(name))
+        rows = value.values() if isinstance(value, Mapping) and name not in STATES else ()
+        if rows and all(isinstance(row, Mapping) and not SLOW.isdisjoint(row) for row in rows):
+            return replace(optimizer, copies=str(name))
     return optimizer
 
 

@@ -899,6 +899,29 @@ def test_float32_copies_by_position_follow_no_parameter_that_goes(tmp_path, is_i
     assert f"{'master_weights' if is_inside else 'fp32'} lists a copy of each parameter" in left.message
 
 
+@pytest.mark.parametrize("form", ["within", "renamed", "around"])
+def test_slow_copies_of_lookahead_are_no_weights_and_follow_no_parameter_that_goes(tmp_path, form):
+    model = Net()
+    optimizer = saved(model, one_group, tmp_path / "plain.pth").state_dict()
+    slow = {140063779997088 + number: {"slow_param": value.detach()} for number, value in enumerate(model.parameters())}
+    whole = {
+        "within": optimizer | {"slow_state": slow},
+        "renamed": {
+            "fast_state": optimizer["state"],
+            "slow_state": slow,
+            "param_groups": optimizer["param_groups"],
+        },
+        "around": {"slow_state": slow, "base_optimizer": optimizer},
+    }[form]
+    torch.save({"model": model.state_dict(), "optimizer": whole}, tmp_path / "run.pth")
+    assert findings(ckptfix.check(tmp_path / "run.pth", Net())) == []
+    output = {"output": tmp_path / "out.pth", "unsafe_fixes": True}
+    report = ckptfix.repair(tmp_path / "run.pth", without_aux(Net()), **output).report
+    (left,) = report.remaining
+    assert (left.code, left.fix) == ("OPT101", None)
+    assert "slow_state lists a copy of each parameter" in left.message
+
+
 def test_a_saved_plan_without_the_optimizer_is_not_silent(tmp_path):
     saved(Net(), one_group, tmp_path / "run.pth")
     plan = Plan((Step("X", (Drop("head.bias"),)),))

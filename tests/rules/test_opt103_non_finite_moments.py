@@ -42,6 +42,18 @@ def test_what_is_not_finite_starts_anew(tmp_path, value, named):
     assert ckptfix.repair(tmp_path / "run.pth", keep_optimizer=True).report.exit_code == 0
 
 
+def test_the_state_in_a_lookahead_keeps_its_name(tmp_path):
+    saved = run(nn.Linear(3, 2), torch.optim.AdamW)
+    saved["optimizer"]["fast_state"] = state = saved["optimizer"].pop("state")
+    state[1]["exp_avg"][0] = float("nan")
+    torch.save(saved, tmp_path / "run.pth")
+    report = ckptfix.repair(tmp_path / "run.pth", output=tmp_path / "out.pth", unsafe_fixes=True).report
+    assert report.exit_code == 0
+    made = torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"]
+    assert list(made) == ["param_groups", "fast_state"]
+    assert list(made["fast_state"]) == [0]
+
+
 @pytest.mark.parametrize(
     ("make", "name", "value"),
     [

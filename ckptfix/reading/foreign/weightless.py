@@ -10,11 +10,12 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque, is_flat_optimizer, mappings_in, tensors_in
 from ckptfix.core.spec import TensorSpec
+from ckptfix.maps.optimizer_states import SLOW, STATES
 from ckptfix.reading.folders.rank_shards import is_zero_state, rank_shard
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in, numpy_type
 from ckptfix.reading.weights.document import Document
 
-MOMENTS = frozenset(("exp_avg", "momentum_buffer"))
+MOMENTS = frozenset(("exp_avg", "momentum_buffer", *SLOW))
 _SCHEDULER = {"last_epoch", "_step_count"}  # what every `LRScheduler.state_dict` has
 
 # Shapes of the states of torch's random generators, of all releases: Mersenne Twister, MTGP32 and Philox.
@@ -23,7 +24,7 @@ _RANDOM = {(5056,), (5048,), (816,), (816008,), (824048,), (16,)}
 
 def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
     """Return whether a mapping is the state of an optimizer: its state_dict, or what the object was pickled as."""
-    is_nested = "param_groups" in mapping and "state" in mapping
+    is_nested = "param_groups" in mapping and any(name in mapping for name in STATES)
     return is_nested or is_flat_optimizer(mapping) or is_zero_state(mapping) or _are_moments(mapping)
 
 
