@@ -69,23 +69,29 @@ def replaces(settings: Settings, code: str, key: str) -> bool:
     return any(fnmatchcase(key, name) or any(one.startswith(name) for one in codes) for name in settings.replace)
 
 
+IsSound = Callable[[TensorStatistics], bool]
+
+
+def _is_any(figures: TensorStatistics) -> bool:
+    return True
+
+
 class Replacements(Struct, frozen=True, dict=True):
-    """The values that ``--fill`` offers for a checkpoint's broken tensors."""
+    """The values that ``--fill`` offers for a checkpoint's broken tensors. They are always finite."""
 
     context: Context
 
-    def of(self, code: str, key: str, is_sound: Callable[[TensorStatistics], bool]) -> tuple[Replace, ...]:
+    def of(self, code: str, key: str, is_sound: IsSound = _is_any) -> tuple[Replace, ...]:
         """Return the edits that replace a broken key's values; none if the user did not ask, or if nothing sound is
         available. ``is_sound`` judges the new values' statistics."""
         return self.beside(key, is_sound) if replaces(self.context.settings, code, key) else ()
 
-    def beside(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> tuple[Replace, ...]:
+    def beside(self, key: str, is_sound: IsSound = _is_any) -> tuple[Replace, ...]:
         """Return the same for a key that must be replaced together with another one, whether it was named or not."""
         spec = self.context.checkpoint.specs[key]
         edit, found = self._offer(key, spec, is_sound)
-        if found is None or found.shape != spec.shape or not is_sound(_figures(found, spec.dtype)):
-            return ()
-        return (edit,)
+        is_offered = found is not None and found.shape == spec.shape and _may_replace(found, spec.dtype, is_sound)
+        return (edit,) if is_offered else ()
 
     @cached_property
     def twins(self) -> Mapping[str, tuple[Twin, ...]]:
@@ -98,15 +104,13 @@ class Replacements(Struct, frozen=True, dict=True):
             found[key] = (*found.get(key, ()), twin)
         return found
 
-    def sound_twin(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Twin | None:
+    def sound_twin(self, key: str, is_sound: IsSound = _is_any) -> Twin | None:
         """Return the first other copy of a key that is sound; None if there is none."""
         dtype = self.context.checkpoint.specs[key].dtype
         twins = (twin for twin in self.twins.get(key, ()) if is_plain(twin.spec))
-        return next((twin for twin in twins if is_sound(_figures(twin.spec, dtype))), None)
+        return next((twin for twin in twins if _may_replace(twin.spec, dtype, is_sound)), None)
 
-    def _offer(
-        self, key: str, spec: TensorSpec, is_sound: Callable[[TensorStatistics], bool]
-    ) -> tuple[Replace, TensorSpec | None]:
+    def _offer(self, key: str, spec: TensorSpec, is_sound: IsSound) -> tuple[Replace, TensorSpec | None]:
         fill = self.context.settings.fill
         if fill == "twin":
             twin = self.sound_twin(key, is_sound)
@@ -136,10 +140,11 @@ def reset_edits(key: str, context: Context) -> tuple[Replace, ...]:
     )
 
 
-def _figures(spec: TensorSpec, dtype: str) -> TensorStatistics:
-    """Return the statistics of a tensor after a cast to the dtype of the tensor that it replaces."""
+def _may_replace(spec: TensorSpec, dtype: str, is_sound: IsSound) -> bool:
+    """Return whether a tensor's values are finite and sound in the dtype of the tensor that it replaces."""
     if spec.dtype != dtype:
         from ckptfix.values.casting import cast_spec
 
         spec = cast_spec(spec, dtype, "replacement")
-    return tensor_statistics(spec)
+    figures = tensor_statistics(spec)
+    return not figures.nonfinite and is_sound(figures)

@@ -140,7 +140,7 @@ def _is_unset(key: str, figures: TensorStatistics, context: Context) -> bool:
 
 def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
     """Return the edits that the user's flags ask for: other values, a fresh norm, or, last of all, zeros."""
-    if replaced := replacements.of(rule.code, key, _is_finite):
+    if replaced := replacements.of(rule.code, key):
         return replaced
     if is_running_statistic(key):
         return reset_edits(key, context)
@@ -148,10 +148,6 @@ def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) ->
     if context.settings.zero_non_finite and can_be_zeroed(spec):
         return (Zero(key, spec.dtype, NON_FINITE),)
     return ()
-
-
-def _is_finite(figures: TensorStatistics) -> bool:
-    return not figures.nonfinite
 
 
 def _message(tensors: Mapping[str, TensorStatistics]) -> str:
@@ -175,7 +171,7 @@ def _evidence(spec: TensorSpec, figures: TensorStatistics) -> dict[str, Any]:
 
 
 def _remedies(rule: Rule, keys: tuple[str, ...], context: Context, replacements: Replacements) -> tuple[Remedy, ...]:
-    twins = [replacements.sound_twin(key, _is_finite) for key in keys]
+    twins = [replacements.sound_twin(key) for key in keys]
     places = list(dict.fromkeys(twin.place for twin in twins if twin))
     if places and all(twins):
         named = ", ".join(place or "the other end of the tie" for place in places)

@@ -93,14 +93,14 @@ def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) ->
         if mean_key not in context.checkpoint.specs:
             return variance or reset_edits(key, context)
         # Replace the mean along with its variance, whether it was named or not.
-        mean = replacements.beside(mean_key, lambda figures: not figures.nonfinite)
+        mean = replacements.beside(mean_key)
         if variance and mean:
             return (*variance, *mean)
     return reset_edits(key, context)
 
 
 def _is_variance(figures: TensorStatistics) -> bool:
-    return not figures.nonfinite and figures.minimum >= 0 and not figures.all_zero
+    return figures.minimum >= 0 and not figures.all_zero
 
 
 def _beside(key: str, name: str) -> str:

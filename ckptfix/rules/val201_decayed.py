@@ -212,7 +212,7 @@ class _Matrix(Struct, frozen=True, eq=False, dict=True):
 
     def is_cured_by(self, figures: TensorStatistics) -> bool:
         """Return whether other values would be large enough."""
-        return not figures.nonfinite and figures.rms >= max(self.least * self.start, OF_KIND * (self.peers or 0.0))
+        return figures.rms >= max(self.least * self.start, OF_KIND * (self.peers or 0.0))
 
     @property
     def companions(self) -> Iterator[str]:

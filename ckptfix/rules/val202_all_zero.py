@@ -41,7 +41,6 @@ from collections.abc import Iterator
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, counted
-from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart, replaces
 from ckptfix.rules.rule import Context, Rule, StatisticsByKey
 from ckptfix.values.optimizer import was_stepped
@@ -81,7 +80,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
         norms = norms_after(context.checkpoint, reported)
         companions = [key for matrix in reported for key in _zero_companions(norms.get(matrix), statistics)]
         listed = dict.fromkeys((*reported, *companions))
-        for keys, fix in replaced_apart(rule, context, listed, _is_sound):
+        for keys, fix in replaced_apart(rule, context, listed, lambda key, figures: not figures.all_zero):
             some = [key for key in keys if key in reported]
             hold = "holds" if len(some) == 1 else "hold"
             if some:
@@ -106,10 +105,6 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(Level.NOTE, f"{counted(len(lost), 'norm')} with a weight of zeros{start}", lost)
     if len(biases) > 1 and all(statistics[key].all_zero for key in biases):
         yield rule.finding(Level.NOTE, f"all {len(biases)} biases are zero: initial values, or lost", keys=biases)
-
-
-def _is_sound(key: str, figures: TensorStatistics) -> bool:
-    return not figures.all_zero and not figures.nonfinite
 
 
 def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> list[str]:

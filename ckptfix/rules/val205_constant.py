@@ -39,7 +39,7 @@ def constant(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices of one value; replace them if asked to."""
     statistics = context.matrices
     found = [key for key, figures in statistics.items() if _is_constant(key, figures, context)]
-    for keys, fix in replaced_apart(rule, context, found, _is_sound):
+    for keys, fix in replaced_apart(rule, context, found, lambda key, figures: not figures.is_constant):
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(keys), 'weight matrix')} {'is' if len(keys) == 1 else 'are'} with a single value",
@@ -50,10 +50,6 @@ def constant(rule: Rule, context: Context) -> Iterator[Finding]:
             fix=fix,
             remedies=from_elsewhere(rule),
         )
-
-
-def _is_sound(key: str, figures: TensorStatistics) -> bool:
-    return not (figures.is_constant or figures.nonfinite or figures.all_zero)
 
 
 def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:

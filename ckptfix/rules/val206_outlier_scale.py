@@ -57,7 +57,7 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
         return start is not None and statistics[key].rms <= OF_START * start.rms
 
     def is_sound(key: str, figures: TensorStatistics) -> bool:
-        return not (is_large(key, figures.rms / usual_rms(specs[key])) or figures.nonfinite or figures.all_zero)
+        return not (is_large(key, figures.rms / usual_rms(specs[key])) or figures.all_zero)
 
     found = [key for key in medians if is_large(key, scales[key]) and not starts_so(key)]
     for keys, fix in replaced_apart(rule, context, found, is_sound):

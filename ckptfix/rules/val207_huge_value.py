@@ -58,7 +58,7 @@ def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
     levels = {key: _level(key, figures, context) for key, figures in found.items()}
     for level in (Level.ERROR, Level.WARNING, Level.NOTE):
         some = [key for key in found if levels[key] is level]
-        for keys, fix in replaced_apart(rule, context, some, _is_believed):
+        for keys, fix in replaced_apart(rule, context, some, lambda key, figures: figures.absmax <= _bound(key)):
             yield rule.finding(
                 level,
                 f"{counted(len(keys), 'tensor')} with values up to {max(found[key].absmax for key in keys):.2g}",
@@ -72,10 +72,6 @@ def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
 def _bound(key: str) -> float:
     leaf = split_key(key)[1]
     return MOST_VARIANCE if leaf == "running_var" else ABSURD if _OF_DATA.match(leaf) else MOST
-
-
-def _is_believed(key: str, figures: TensorStatistics) -> bool:
-    return not figures.nonfinite and figures.absmax <= _bound(key)
 
 
 def _is_huge(key: str, figures: TensorStatistics, context: Context) -> bool:
