@@ -29,7 +29,6 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Cast, Drop, Edit, Fill
 from ckptfix.core.finding import Finding, Fix, Level, counted
-from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.rule import Context, Rule
 
@@ -57,10 +56,14 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
         dtype, shape = (slot.dtype, slot.shape) if slot is not None else _DEFAULT
         if not (cure := _cure(key, spec, dtype, shape)):
             continue
-        if spec.dtype != dtype and not _holds(dtype, value := _value(spec)):
-            broken[key] = f"{value:g}"
-            zeros += (Drop(key), Fill(key, dtype, shape or (), "zeros"))
-            continue
+        if spec.dtype != dtype:
+            from ckptfix.values.scan import first_numbers
+
+            value = float(first_numbers(spec, 1)[0])  # one element, which is read even if values are not scanned
+            if not _holds(dtype, value):
+                broken[key] = f"{value:g}"
+                zeros += (Drop(key), Fill(key, dtype, shape or (), "zeros"))
+                continue
         form = f"{spec.dtype}{list(spec.shape)}"
         forms[form] = forms.get(form, 0) + 1
         keys.append(key)
@@ -87,31 +90,15 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
 def _cure(key: str, spec: TensorSpec, dtype: str, shape: tuple[int, ...] | None) -> list[Edit]:
     """Return the edits that give a counter this dtype and shape; none if it has them, or is not a counter."""
     cure: list[Edit] = []
-    if spec.numel != 1 or spec.storage is None:
-        return cure
-    if shape is not None and len(shape) <= 1 and spec.shape != shape:
+    if spec.numel == 1 and shape is not None and len(shape) <= 1 and spec.shape != shape:
         cure.append(Assemble.reshape(key, spec.dtype, spec.shape, shape))
-    if spec.dtype != dtype:
+    if spec.numel == 1 and spec.dtype != dtype:
         cure.append(Cast(key, spec.dtype, dtype))
-    return cure if cure and _is_number(spec.dtype) else []
+    if not cure:
+        return cure
+    from ckptfix.values.decode import is_plain  # imported late: most counters are well formed
 
-
-def _is_number(dtype: str) -> bool:
-    from ckptfix.values.decode import encoding  # imported late: most counters are well formed
-
-    return not (DTYPES[dtype].is_complex or DTYPES[dtype].is_quantized) and encoding(dtype) is not None
-
-
-def _value(spec: TensorSpec) -> float:
-    """Return the value of a counter: one element, which is read even if values are not scanned."""
-    from ckptfix.values.decode import encoding
-
-    form = encoding(spec.dtype)
-    assert form is not None, "a value other than a number cannot be repaired"
-    assert spec.storage is not None, "a counter without a value cannot be repaired"
-    start = spec.offset * spec.itemsize
-    raw = spec.storage.source.read(start, start + spec.itemsize)
-    return float(form.decode(np.frombuffer(raw, form.unit))[0])
+    return cure if is_plain(spec) and not DTYPES[spec.dtype].is_complex else []
 
 
 def _holds(dtype: str, value: float) -> bool:

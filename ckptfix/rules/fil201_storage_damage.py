@@ -50,9 +50,8 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     bad = {key for (_, keys), is_sound in zip(keys_of, are_sound, strict=True) if not is_sound for key in keys}
     damaged = [key for key in context.checkpoint.entries if key in bad]
     specs = context.checkpoint.specs
-    fills = {key: fill for key in damaged if key in specs and (fill := donor_fill(key, specs[key], context))}
-    if not context.settings.salvage:
-        fills = {}
+    asked = damaged if context.settings.salvage else ()
+    fills = {key: fill for key in asked if key in specs and (fill := donor_fill(key, specs[key], context))}
     left = [key for key in damaged if key not in fills]
     if fills:
         edits: list[Edit] = [*map(Drop, fills), *fills.values()]

@@ -102,12 +102,8 @@ def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Said]:
         unproved = {key for key, spec in checkpoint.specs.items() if "." in named and not _has_checksums(spec)}
         if keys := [key for key in checkpoint.specs if key in named | unproved]:
             what = f"{counted(len(keys), 'tensor')} may differ from what was saved: {reason}"
-            yield (
-                Level.WARNING,
-                what,
-                "fetch the file again, or compare the result with another copy (ckptfix diff)",
-                keys,
-            )
+            cure = "fetch the file again, or compare the result with another copy (ckptfix diff)"
+            yield Level.WARNING, what, cure, keys
 
 
 def _flipped_bits(checkpoint: Checkpoint) -> Iterator[Said]:
@@ -161,12 +157,8 @@ def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Said]:
         }
         keys = [key for key, names in parts.items() if names & last]
         doubt = "; if they were inserted into the last storage instead of appended, its tensors are wrong"
-        yield (
-            Level.NOTE,
-            f"{fact.data['nbytes']} bytes after the checkpoint do not belong to it{doubt * bool(keys)}",
-            "",
-            keys,
-        )
+        what = f"{fact.data['nbytes']} bytes after the checkpoint do not belong to it{doubt * bool(keys)}"
+        yield Level.NOTE, what, "", keys
     if strays := [fact.place for fact in remarked(Kind.STRAY_FILE)]:
         files = f"{strays[0]} holds" if len(strays) == 1 else f"{strays[0]} and {len(strays) - 1} more files hold"
         what = f"{files} nothing of this checkpoint: left over from an earlier save, or its metadata was not fetched"

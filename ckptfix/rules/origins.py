@@ -21,7 +21,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Drop, Edit, Rename, Tie, Zero
 from ckptfix.core.parts import Part
-from ckptfix.core.plan import Plan, Step
+from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import bare
@@ -79,18 +79,13 @@ def trace(plan: Plan, keys: Iterable[str], is_asked: bool = True) -> dict[str, O
         for edit in step.edits:
             if isinstance(edit, Tie):
                 after[edit.key] = after.get(edit.to, NEW)
-        if not is_asked and 2 * len(step.edits) < len(origins) and _is_inferred(step):
+        if not is_asked and 2 * len(step.edits) < len(origins) and step.rule == RENAMED_LAYERS.code:
             for edit in step.edits:
                 name = edit.to if isinstance(edit, Rename) else edit.key if isinstance(edit, Assemble) else ""
                 if name and not any(_words(source) & _words(name) for source in after[name].sources):
                     after[name] = NEW
         origins = after
     return origins
-
-
-def _is_inferred(step: Step) -> bool:
-    """Return whether a step applies an inferred map of layers."""
-    return step.rule == RENAMED_LAYERS.code
 
 
 def _words(key: str) -> set[str]:

@@ -177,15 +177,15 @@ def _values(spec: TensorSpec) -> TensorSpec | None:
     return spec.parts.get("values") if spec.parts else spec if spec.has_data else None
 
 
-def tensor_statistics(spec: TensorSpec, narrowing: Narrowing | None = None) -> TensorStatistics:
+def tensor_statistics(spec: TensorSpec) -> TensorStatistics:
     """Return the statistics of one numeric tensor that has data, in bounded memory whatever its size.
 
     Raises ``UnreadableError`` if the bytes are not in the file."""
-    parts = _parts(spec, narrowing)
+    parts = _parts(spec)
     return _assemble(spec, parts, looks(parts))
 
 
-def _parts(spec: TensorSpec, narrowing: Narrowing | None, rarity: int = 0) -> list[ScanPart]:
+def _parts(spec: TensorSpec, narrowing: Narrowing | None = None, rarity: int = 0) -> list[ScanPart]:
     """Return the parts of a tensor to scan; none for a tensor without elements."""
     values = _values(spec)
     assert values is not None, "a tensor without data has no statistics"

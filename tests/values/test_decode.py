@@ -12,7 +12,8 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.settings import CAST_DTYPES
 from ckptfix.reading.tensors import spec_of_tensor
 from ckptfix.values.decode import NARROWINGS, encoding
-from ckptfix.values.statistics import tensor_statistics
+from ckptfix.values.statistics import Statistics, tensor_statistics
+from tests.values.memory import checkpoint_of
 
 NARROW = [name for name, dtype in DTYPES.items() if dtype.is_float and dtype.itemsize <= 2 and hasattr(torch, name)]
 PACKED = ["float4_e2m1fn_x2", "quint4x2", "quint2x4", "bits8", "int4", "uint3"]
@@ -81,7 +82,7 @@ def test_the_float_without_infinity_ends_half_a_step_above_its_largest_number():
 def test_the_scan_counts_what_the_cast_loses(numbers, dtype):
     before = torch.tensor(numbers, dtype=torch.float32)
     after = before.to(getattr(torch, dtype)).float()
-    figures = tensor_statistics(spec_of_tensor(before), NARROWINGS[dtype])
+    figures = Statistics(checkpoint_of({"key": before}), NARROWINGS[dtype])["key"]
     assert figures.vanishing == int(((before != 0) & (after == 0)).sum())
     if dtype != "float8_e4m3fn":
         assert figures.overflowing == int((before.isfinite() & ~after.isfinite()).sum())
