@@ -1,6 +1,6 @@
 """The files in a tar archive.
 
-The headers are walked here and not by ``tarfile``, which has looped without end on archives made for it
+The headers are followed here and not by ``tarfile``, which crafted archives have put into endless loops
 (CVE-2019-20907, CVE-2025-8194). Layout: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html"""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptfix.errors import HostileError
 from ckptfix.reading.archives.unpacking import Member
 
 RECORD = 512
-# Headers that are looked at; archives of data sets have more, and no user looks for a checkpoint there.
+# Headers that are read; archives of data sets have more, and no user looks for a checkpoint in them.
 MEMBER_LIMIT = 30_000
 
 _HEAD = 512
@@ -24,7 +24,7 @@ _MAGIC = slice(257, 262)
 
 
 def sniff(content: Content) -> bool:
-    """Return whether the content begins with a tar header: its checksum is right, or it has the magic."""
+    """Return whether the content begins with a tar header, by its checksum or its magic."""
     record = _record(content, 0)
     return _header(record) is not None or record[_MAGIC] == b"ustar"
 
@@ -42,12 +42,12 @@ def _header(record: bytes) -> tarfile.TarInfo | None:
 
 
 def files(content: Content, damage: list[Fact]) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, offset and size of every file; what is wrong with the archive is added to ``damage``.
+    """Yield the name, offset and declared size of every file, and append damage of the archive to ``damage``.
 
-    One that is cut short still gives its last file, with the size that it ought to have. Nothing says where the next
-    file is after a header that fails its checksum. Raises ``HostileError`` if there is no end of them."""
+    The last file of a truncated archive is yielded too. Reading ends at a header that fails its checksum, because the
+    position of the next one is unknown. Raises ``HostileError`` if there are too many files."""
     position, count = 0, 0
-    special: dict[str, str] = {}  # what the headers before that of a file say of it
+    special: dict[str, str] = {}  # fields from extended headers, which come before the file's own header
     while (record := _record(content, position)).strip(b"\0"):
         if (header := _header(record)) is None:
             is_cut, nbytes = len(record) < RECORD, len(content)
@@ -98,7 +98,7 @@ def _text(raw: bytes) -> str:
 
 
 def _extended(records: bytes) -> dict[str, str]:
-    """Return the name and the size in an extended header: records of the form ``"17 path=a/b.pth\\n"``."""
+    """Return the path and size in an extended header, whose records have the form ``"17 path=a/b.pth\\n"``."""
     found: dict[str, str] = {}
     for record in records.split(b"\n"):
         key, _, value = record.partition(b" ")[2].partition(b"=")

@@ -1,8 +1,8 @@
-"""Unpacking of compressed files: gzip, bzip2 and xz, and members of zip archives.
+"""Unpacks compressed files (gzip, bzip2 and xz) and members of zip archives.
 
-A stream that ends early or fails its checksum still gives what came out of it. What is wrong is noted, and the format
-inside decides by its own sizes and checksums what of that is whole. What a compressed file expands to is a claim like
-any other: it is counted as it unpacks, in memory while it is small and then in a temporary file without a name."""
+A stream that ends early or fails its checksum still gives the bytes decoded so far. The damage is recorded, and the
+reader of the content decides by its own sizes and checksums what is complete. Declared sizes are not trusted: bytes are
+counted while they are unpacked, into memory at first and then into a temporary file without a name."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from ckptfix.bytes.sources import Content, filled_end
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.errors import HostileError, UnreadableError, damaged
 
-# Bytes that are kept in memory. What an archive inside of an archive expands to is there beside it, and twice while it
-# is handed on.
+# Unpacked bytes kept in memory. Nested archives are in memory together, each twice while it is passed on.
 MEMORY_LIMIT = 8 << 20
 
-# How much larger than its compressed form a file may be, once it has that many bytes.
+# Largest ratio of unpacked to packed bytes, and the unpacked bytes from which it applies.
 RATIO_LIMIT, RATIO_FLOOR = 50, 64 << 20
 DISK_RESERVE = 1 << 30  # bytes of the temporary folder's disk that are left free
 
 
 class Expansion:
-    """Gathers the expanded bytes of one file. ``path`` is what messages call it."""
+    """Collects the unpacked bytes of a file. ``path`` is its name in messages."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -43,9 +42,9 @@ class Expansion:
         self._file: BinaryIO | None = None
 
     def write(self, block: bytes, packed: int) -> None:
-        """Add a block; ``packed`` is how many compressed bytes have been read for all of them so far.
+        """Append a block; ``packed`` is the number of packed bytes read so far.
 
-        Raises ``HostileError`` if the ratio is that of a bomb, ``UnreadableError`` where the disk has no room."""
+        Raises ``HostileError`` for the ratio of a bomb, ``UnreadableError`` if the disk has too little space."""
         self.nbytes += len(block)
         if self.nbytes <= MEMORY_LIMIT:
             self._memory += block
@@ -55,7 +54,7 @@ class Expansion:
                 f"{self.path}: expands more than {RATIO_LIMIT} times ({packed} bytes to {self.nbytes} and on), which "
                 "weights never do; do not use this file, or unpack it yourself if you trust it"
             )
-        import shutil  # few files need these, and they take longer to import than a small file to read
+        import shutil  # few files need these, and importing them takes longer than reading a small file
         import tempfile
 
         try:
@@ -84,7 +83,7 @@ class Expansion:
         return os.pread(self._file.fileno(), stop - start, start)
 
     def content(self, member: str) -> Content:
-        """Return what was gathered, as the file ``member``. Raises ``UnreadableError`` if it is empty."""
+        """Return the unpacked bytes as the file ``member``. Raises ``UnreadableError`` if there are none."""
         if not self.nbytes:
             raise damaged(self.path, "its content is empty (0 bytes)")
         if self._file is None:
@@ -94,14 +93,14 @@ class Expansion:
         return Content.of_open_file(OpenFile(self.path, descriptor), member)
 
 
+# Yields the unpacked bytes of a file in blocks, each with the number of packed bytes read so far. Damage is appended to
+# the list, and ends the blocks early.
 MakeBlocks = Callable[[list[Fact]], Iterator[tuple[bytes, int]]]
-"""Gives the bytes of a packed file in blocks, each with the count of compressed bytes that were read so far.
-
-What is wrong with the file is added to the list; the blocks then end early."""
 
 
 class Member(Struct, frozen=True):
-    """A file in an archive: its name, its first bytes, what gives its blocks, and why it is closed, if it is."""
+    """A file in an archive: its name, its first bytes, a function that unpacks it, and why it cannot be unpacked, if
+    so."""
 
     name: str
     head: bytes
@@ -110,7 +109,7 @@ class Member(Struct, frozen=True):
 
 
 def expand(path: str, member: str, blocks: MakeBlocks) -> Content:
-    """Return the content of a packed file, and its damage. Raises ``UnreadableError`` if the damage left nothing."""
+    """Return the content of a packed file, with its damage. Raises ``UnreadableError`` if none of it is readable."""
     expansion = Expansion(path)
     damage: list[Fact] = []
     for block, packed in blocks(damage):
@@ -122,16 +121,16 @@ def expand(path: str, member: str, blocks: MakeBlocks) -> Content:
     return content
 
 
-# Packed bytes that are taken at first, and at most, at a time; and expanded bytes of a block. A block in which a stream
-# fails is lost, and smaller ones take longer to unpack: gzip a quarter more time for these than for 1 MB.
+# Packed bytes that are read at a time (first, most), and unpacked bytes of a block. The block in which a stream fails
+# is lost, so blocks are small, although with gzip these take a quarter more time than blocks of 1 MB.
 _FIRST, _PACKED, _EXPANDED = 1 << 10, 64 << 10, 16 << 10
 
 
 class Stream(Struct):
-    """The packed bytes from ``position`` to ``stop`` of a content, and what makes a decoder for them.
+    """A compressed stream in bytes ``position`` to ``stop`` of a content.
 
-    Once its blocks are out, ``position`` is after the stream where it ``ended`` as it should. Else it stopped at a
-    ``fault``, or, where that is empty, its bytes came to an end before it did."""
+    After ``blocks``, either the stream ``ended`` properly and ``position`` is after it, or decoding failed with a
+    ``fault``, or (if that is empty) the bytes ended before the stream."""
 
     content: Content
     position: int
@@ -142,7 +141,7 @@ class Stream(Struct):
     fault: str = ""
 
     def blocks(self) -> Iterator[tuple[bytes, int]]:
-        """Yield the expanded bytes in blocks, each with the count of packed bytes that were taken so far."""
+        """Yield the unpacked bytes in blocks, each with the number of packed bytes read so far."""
         decoder, start = self.make_decoder(), self.position
         size = _FIRST  # a file may have many small streams
         try:
@@ -163,28 +162,28 @@ class Stream(Struct):
 
 
 def _decode(decoder: Any, packed: bytes) -> Iterator[bytes]:
-    """Yield what a decoder makes of some bytes, in blocks of bounded size."""
+    """Yield the decoded bytes in blocks of bounded size."""
     while not decoder.eof:
         block = decoder.decompress(packed, _EXPANDED)
         if block:
             yield block
-        # zlib hands the rest of its input back; the others keep it, and say when they want more.
+        # zlib returns the rest of its input; the others keep it, and report when they need more.
         packed = getattr(decoder, "unconsumed_tail", b"")
         if not packed and (not block or getattr(decoder, "needs_input", len(block) < _EXPANDED)):
             return
 
 
-# Bytes in which a gzip header ends in most files, and in all: it may name the file, and have a comment.
+# Bytes of a gzip header in most files, and at most: it may have a file name and a comment.
 _HEADER, _HEADER_LIMIT = 1 << 9, 1 << 17
 
-# Streams that may follow each other; more of them have to expand to that many bytes each. bgzip has 64 KB in one.
+# Streams allowed in a file; more are allowed if they unpack to this many bytes each. bgzip has 64 KB per stream.
 _STREAMS, _STREAM = 10_000, 512
 
 _GZIP_HEADER = re.compile(rb"\x1f\x8b\x08([\0-\x1f]).{6}", re.DOTALL)
 
 
 class Compression(Struct, frozen=True):
-    """A kind of stream: its name, how it begins, the suffixes that name it, and what makes a decoder for it."""
+    """A kind of compression: its name, magic bytes, file suffixes, and decoder."""
 
     name: str
     magic: bytes
@@ -192,18 +191,18 @@ class Compression(Struct, frozen=True):
     decoder: Callable[[], Any]
 
     def name_inside(self, name: str) -> str:
-        """Return what the file was called before it was compressed; the same name if the suffix says nothing."""
+        """Return the name of the file before it was compressed; the same name if the suffix is unknown."""
         path = PurePath(name)
         if path.suffix.lower() in (".tgz", ".tbz2", ".txz"):
             return f"{path.stem}.tar"
         return path.stem if path.suffix.lower() in self.suffixes else path.name
 
     def blocks(self, content: Content, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
-        """Yield the expanded bytes in blocks, each with the count of compressed bytes taken so far.
+        """Yield the unpacked bytes in blocks, each with the number of packed bytes read so far.
 
-        Several streams one after the other are one file, and what is after them is padding, as for gzip(1). If a
-        stream is damaged or ends early, ``damage`` gets the fact. Zeros at the end of the content are padding, or space
-        that was never filled: a decoder would make something of them."""
+        Consecutive streams are one file, and bytes after them are padding, as for gzip(1). A stream that is damaged or
+        ends early is recorded in ``damage``. Zeros at the end of the content are padding or were never filled, and are
+        not decoded."""
         position, before, streams = 0, 0, 0
         end = filled_end(content)
         while True:
@@ -242,7 +241,7 @@ class Compression(Struct, frozen=True):
 
 
 def _behind_gzip_header(content: Content, start: int) -> int:
-    """Return where the deflated bytes begin, or the end of the content (RFC 1952, section 2.3)."""
+    """Return the position after a gzip header (RFC 1952, section 2.3), or the end of the content."""
     head = content[start : start + _HEADER]
     fixed = _GZIP_HEADER.match(head)
     if fixed is not None and fixed[1][0]:
@@ -252,14 +251,14 @@ def _behind_gzip_header(content: Content, start: int) -> int:
     flags, position = fixed[1][0], fixed.end()
     if flags & 4:
         position += 2 + int.from_bytes(head[position : position + 2], "little")
-    for _ in range(bool(flags & 8) + bool(flags & 16)):  # the name and the comment, each with a zero after it
+    for _ in range(bool(flags & 8) + bool(flags & 16)):  # the name and the comment, each ends with a zero
         end = head.find(b"\0", position)
         position = end + 1 if end >= 0 else len(head)
     return min(start + position + (2 if flags & 2 else 0), len(content))
 
 
 def _trailer_fault(trailer: bytes, crc: int, expanded: int) -> str:
-    """Return what is wrong with the checksum and length after a gzip stream; nothing if right or cut off."""
+    """Return what is wrong with the checksum and length after a gzip stream; empty if they are right or truncated."""
     if len(trailer) < 8:
         return ""
     if int.from_bytes(trailer[:4], "little") != crc:
@@ -276,16 +275,16 @@ COMPRESSIONS = (
 
 
 def sniff(content: Content) -> Compression | None:
-    """Return the compression of the content by its first bytes, None if it has none."""
+    """Return the compression of the content by its first bytes; None if it is not compressed."""
     head = content[:10]
     return next((compression for compression in COMPRESSIONS if head.startswith(compression.magic)), None)
 
 
 class PackedBytes(Struct, eq=False):
-    """A packed member of an archive: bytes ``start`` to ``stop`` of its content, unpacked when it is first read.
+    """A packed member of an archive, in bytes ``start`` to ``stop`` of its content. It is unpacked on first use.
 
-    ``expansion`` has the members of one archive that were unpacked, one after the other. They are kept until the
-    checkpoint is closed: many tensors may be views of one storage."""
+    ``expansion`` has all members of the archive that were unpacked. They are kept as long as the checkpoint, because
+    many tensors may be views of one storage."""
 
     content: Content
     expansion: Expansion
@@ -307,13 +306,13 @@ class PackedBytes(Struct, eq=False):
             return memoryview(self.expansion.read(self.place + start, self.place + stop))
 
     def unpack(self) -> None:
-        """Add the unpacked bytes to those of the other members, or note why there are none."""
+        """Append the unpacked bytes to those of the other members, or set ``fault``."""
         begin = self.expansion.nbytes
         stream = Stream(self.content, self.start, self.stop, self.make_decoder)
         for block, _ in stream.blocks():
             if stream.expanded > self.nbytes:
                 break
-            # What the members of an archive unpack to together is held against its size: one may be all zeros.
+            # The size of all unpacked members is compared with that of the archive: a single one may be all zeros.
             self.expansion.write(block, len(self.content))
         if stream.fault:
             self.fault = f"member {self.name} is damaged ({stream.fault})"

@@ -1,7 +1,6 @@
-"""Archives and compressed files around a checkpoint: gzip, bzip2, xz, tar, an ordinary zip, and one inside of
-another.
+"""Archives and compressed files around a checkpoint: gzip, bzip2, xz, tar and ordinary zip, also nested.
 
-They are told apart by their bytes; ``.pth.tar`` is seldom a tar, and a ``.zip`` may be the torch file itself."""
+They are recognised by content: a ``.pth.tar`` is seldom a tar, and a ``.zip`` may be the torch file itself."""
 
 from __future__ import annotations
 
@@ -29,34 +28,33 @@ from ckptfix.reading.folders.ranks.names import RANK_NAMES
 from ckptfix.reading.foreign.signatures import BUNDLES, PART, PARTS, name_bundle
 from ckptfix.reading.sniffing import PACKERS, is_torch_tar, is_zip
 
-DEPTH_LIMIT = 4  # how many wrappers may be around a checkpoint: a `.zip` of a `.tar.gz` of a `.pth.gz` has four
-_PATH_LIMIT = 4096  # characters of a name that may tell what an archive is; no system makes a file of a longer path
-_NAMED = 6  # files of an archive that an error names
+DEPTH_LIMIT = 4  # largest number of wrappers around a checkpoint: a `.zip` of a `.tar.gz` of a `.pth.gz` has four
+_PATH_LIMIT = 4096  # characters of a member's path; no system has longer ones
+_NAMED = 6  # files of an archive that an error lists
 _IGNORED = re.compile(r"(^|/)(__MACOSX/|\.DS_Store$|\._)")
 _NO_CHECKPOINT = re.compile(r"\.(npz|npy|docx|xlsx|pptx|jar|whl|egg|ipynb|json|ya?ml|md|txt|py|html?)$", re.IGNORECASE)
-# What stable-baselines3 puts beside the weights, which it calls `policy.pth`.
+# Files of stable-baselines3 beside the weights, which are in `policy.pth`.
 _BESIDE_POLICY = re.compile(r"(^|/)([\w.]*optimizer|pytorch_variables|tensors)\.pth$")
 
-# What an unpacked checkpoint has as its pickle.
+# The pickle of an unpacked checkpoint.
 _UNPACKED = re.compile(r"(^|/)(\.metadata|data\.pkl)$")
 
-# Of torch's older files: how the magic number begins that a plain pickle lacks (`torch_legacy.MAGIC`), binary and text.
+# The magic number of torch's older files (`torch_legacy.MAGIC`) in a binary and a text pickle; plain pickles lack it.
 _OF_TORCH_SAVE = re.compile(rb"\x8a\nl\xfc\x9cF\xf9|L119547037146038801333356L")
 
 _PICKLE = re.compile(
-    rb"\x80[\0-\5]"  # protocol 2 and on
+    rb"\x80[\0-\5]"  # protocol 2 and later
     rb"|\(dp?\d*\n|\(lp?\d*\n|c[A-Za-z_][\w.]*\n\w+\n|\(i[A-Za-z_][\w.]*\n\w+\n"  # protocol 0
     rb"|[]}]q[\0-\xff]|c[A-Za-z_][\w.]*\nOrderedDict\nq"  # protocol 1
 )
 
 
 def unwrap(content: Content, member: str | None = None) -> Content:
-    """Return the checkpoint inside of a compressed file or archive; the content itself where there is nothing around
-    it.
+    """Return the checkpoint inside compressed files and archives, or the content itself if it is not packed.
 
-    ``member`` picks one of several files by its name in the archive. What could be had of a damaged wrapper is given,
-    and ``Content.damage`` says what is wrong. Raises ``UnreadableError`` if nothing could be had, ``HostileError``
-    for bombs, and ``UsageError`` where several files could be meant."""
+    ``member`` picks one of several files by its name in the archive. Of a damaged wrapper, the readable part is
+    returned with ``Content.damage``. Raises ``UnreadableError`` if nothing is readable, ``HostileError`` for bombs, and
+    ``UsageError`` if several files may be the checkpoint."""
     wanted, outer = member, content.path
     damage: list[Fact] = []
     wrapper = ""
@@ -98,7 +96,7 @@ def _replaced(old: Content, new: Content) -> Content:
 
 
 def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[Fact]) -> tuple[Member, str | None]:
-    """Return the member to read, and what is still wanted of the archives inside of it."""
+    """Return the member to read, and the name to look for in archives inside it."""
     named = [member for member in archive if member.name == wanted] or [
         member for member in archive if wanted is not None and member.name.endswith(f"/{wanted}")
     ]
@@ -108,8 +106,8 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     likely = [member for member in likely if not _NO_CHECKPOINT.search(member.name)] or likely
     if any(member.name.rpartition("/")[2] == "policy.pth" for member in likely):
         likely = [member for member in likely if not _BESIDE_POLICY.search(member.name)]
-    # Beside weights, a plain pickle is what a program needs to build the model or to prepare its input, unless it is
-    # a part of an unpacked checkpoint.
+    # Plain pickles beside weights have data to build the model or to prepare its input, unless they are part of an
+    # unpacked checkpoint.
     likely = [
         member
         for member in likely
@@ -143,7 +141,7 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
 
 
 def _are_ranks(members: list[Member]) -> bool:
-    """Return whether all files are those of ranks, which are parts of one checkpoint."""
+    """Return whether all files are ranks of one checkpoint, by their names."""
     return all(
         any(
             kind.files.fullmatch("/".join(member.name.split("/")[-kind.depth :]))
@@ -155,7 +153,7 @@ def _are_ranks(members: list[Member]) -> bool:
 
 
 def looks_like_checkpoint(head: bytes) -> bool:
-    """Return whether a file that begins so may be a checkpoint, or hold one."""
+    """Return whether a file with these first bytes may be a checkpoint, or contain one."""
     if _wraps(head) or _PICKLE.match(head):
         return True
     # safetensors: the length of a JSON header, and the header.
@@ -167,24 +165,25 @@ def _wraps(head: bytes) -> bool:
     return head[:4] == b"PK\x03\x04" or unpacking.sniff(content) is not None or tar_members.sniff(content)
 
 
-OVERLAP_LIMIT = 4  # how many times the archive its files may take: a damaged entry or two may claim any size
+OVERLAP_LIMIT = 4  # total size of files as a multiple of the archive's: a damaged entry or two may claim any size
 
-# Members packed by bzip2 whose first bytes are looked at: each has a whole block of 900 KB to be expanded.
+# bzip2 members whose first bytes are read: each requires unpacking a block of 900 KB.
 COSTLY_LIMIT = 100
 
 _HEAD = 512
 
 
 def is_zip_of_files(content: Content) -> bool:
-    """Return whether the content is a zip archive, and not itself a file of torch.
+    """Return whether the content is a zip archive that is not itself a torch file.
 
-    One without a directory is recognised by the names before its members, as far as they can be followed."""
+    Without its directory, it is recognised by the names in the headers of its members, as far as they can be
+    followed."""
     if content[:4] not in (b"PK\x03\x04", b"PK\x05\x06"):
         return False
-    # A header that bytes were put into (CR before LF) seems to have a name of none.
+    # A header with inserted bytes (CR before LF) may seem to have an empty name.
     names, first = member_names(content), [name for name in names_in_row(content) if name and not name.endswith("/")]
     if names:
-        # A single bit of the directory may have changed the one name that tells whose file it is.
+        # A flipped bit in the directory may have changed the name that identifies the format.
         is_of_torch = is_torchscript(names) or is_torch_package(names)
         return not is_of_torch and not any(map(is_torch_save, (names, [*names, *first])))
     return bool(first) and not any(map(RECORD.fullmatch, first))
@@ -214,18 +213,18 @@ def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
                 head, closed = _head(content, index, info)
             found.append(Member(info.name, head, blocks, closed))
         if index.found is not None and info.name in index.found.open_at:
-            break  # what seems to follow is inside of it
+            break  # any further headers are inside this member
     return found, damage
 
 
 def _stream(content: Content, index: ZipIndex, info: ZipMember) -> Stream | Fact:
-    """Return the packed bytes of a member, as far as they are there; where there are none, why."""
+    """Return the packed bytes of a member, as far as they exist; or the damage, if there are none."""
     start = index.data_start(content, info)
     if start is None:
         return Fact(Kind.MEMBER_LOST)
     is_open = index.found is not None and info.name in index.found.open_at
     packed = max(info.packed, len(content) - start) if is_open else info.packed
-    # A decoder makes something of zeros that were never filled; what is stored tells for itself.
+    # A decoder would decode zeros that were never filled; stored members are checked by their own format.
     end = filled_end(content) if is_open and info.method != STORED else len(content)
     stop = min(start + packed, end)
     try:
@@ -237,7 +236,7 @@ def _stream(content: Content, index: ZipIndex, info: ZipMember) -> Stream | Fact
 
 
 def _head(content: Content, index: ZipIndex, info: ZipMember) -> tuple[bytes, str]:
-    """Return the first bytes of a member; where there are none that should be, why, as the end of a sentence."""
+    """Return the first bytes of a member, or if there are none because of damage, why, as the end of a sentence."""
     stream = _stream(content, index, info)
     if isinstance(stream, Fact):
         return b"", f"{clause(stream)}; fetch the archive again"
@@ -265,7 +264,7 @@ def _blocks(content: Content, index: ZipIndex, info: ZipMember, damage: list[Fac
     is_known = index.found is None or info.name not in index.found.open_at
     if stream.fault:
         damage.append(Fact.of(Kind.PACKED_BYTES, there=stream.expanded, fault=stream.fault))
-    # The end of an LZMA stream is its size; a marker after it is an option.
+    # An LZMA stream ends at its size; an end marker is optional.
     elif not is_known or not (stream.ended or (info.method == LZMA and stream.expanded == info.size)):
         damage.append(Fact.of(Kind.MEMBER_CUT, there=stream.expanded, size=info.size))
     elif crc != info.crc:

@@ -1,4 +1,4 @@
-"""The directory of a zip archive, the headers before its members, and what their names say about who wrote it.
+"""The directory of a zip archive, the headers of its members, and the format that their names show.
 
 Layout: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3.7 to 4.3.16."""
 
@@ -17,16 +17,16 @@ from ckptfix.bytes.decoders import DEFLATED, METHODS, STORED
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import HostileError
 
-HEADER = struct.Struct("<4s5H3I2H")  # what is before each member; its name and an extra field follow
-_USUAL = 128  # bytes of a header with its name: few are longer
+HEADER = struct.Struct("<4s5H3I2H")  # local header of a member; its name and an extra field follow
+_USUAL = 128  # bytes of a header with its name; few are longer
 
-# Checksum and both sizes after a member, of 4 or (zip64) 8 bytes, with and without a signature.
+# Data descriptors after a member (checksum and both sizes of 4 or, in zip64, 8 bytes) with and without a signature.
 DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), struct.Struct("<3I"), struct.Struct("<I2Q"))
 
 
 class ZipMember(Struct, gc=False):
-    """What the directory of an archive says of a member. ``odd_name`` is its name as the entry has it, if that is not
-    ``name`` in UTF-8, and ``ahead`` the bytes of its header, 0 if it has not been looked at."""
+    """The entry of a member in an archive's directory. ``odd_name`` is the stored name if it is not ``name`` in UTF-8.
+    ``ahead`` is the size of the member's local header, 0 if that was not read."""
 
     name: str
     odd_name: bytes | None
@@ -42,18 +42,18 @@ class ZipMember(Struct, gc=False):
 
     @classmethod
     def of(cls, raw: bytes, flags: int, *said: int) -> ZipMember:
-        """Return the member whose name is ``raw`` in the archive."""
+        """Return the member whose stored name is ``raw``."""
         name = member_name(raw, flags)
         return cls(name, None if name.encode() == raw else raw, flags, *said)
 
     @property
     def raw(self) -> bytes:
-        """The name as the entry has it."""
+        """The stored name."""
         return self.name.encode() if self.odd_name is None else self.odd_name
 
 
 class Header(Struct):
-    """What is before a member; ``start`` is where its data begins."""
+    """The local header of a member; ``start`` is the position of its data."""
 
     is_signed: bool
     flags: int
@@ -66,7 +66,7 @@ class Header(Struct):
 
 
 def read_header(content: Content, place: int) -> Header | None:
-    """Return the header at a place; None if the archive ends before it does."""
+    """Return the local header at ``place``; None if it is truncated."""
     raw = content[place : place + _USUAL] if place >= 0 else b""
     if len(raw) < HEADER.size:
         return None
@@ -78,45 +78,45 @@ def read_header(content: Content, place: int) -> Header | None:
 
 
 def member_name(raw: bytes, flags: int) -> str:
-    """Return a name as readers have it: up to the first zero, and with the separator of the format, whatever Windows
-    wrote (APPNOTE 4.4.4 and 4.4.17)."""
+    """Decode a stored name like other readers: up to the first zero byte, and with slashes for the backslashes of
+    Windows (APPNOTE 4.4.4 and 4.4.17)."""
     name = raw.decode("utf-8" if flags & 0x800 or raw.isascii() else "cp437", "replace")
     return name.partition("\0")[0].replace("\\", "/")
 
 
 def descriptors(content: Content, place: int) -> Iterator[tuple[int, int, int]]:
-    """Return what may be meant by the bytes after a member, the form of torch first."""
+    """Return the possible meanings of the data descriptor after a member (checksum, sizes), torch's form first."""
     raw = content[place : place + 24]
     return (form.unpack_from(raw)[-3:] for form in DESCRIPTORS if len(raw) >= form.size)
 
 
 END = struct.Struct("<4s4H2LH")  # the record at the end of an archive
-END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")  # the two records that zip64 has before it
+END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")  # the two zip64 records before it
 ENTRY = struct.Struct("<4s6H3L5H2L")  # an entry of the directory; its name, an extra field and a comment follow
-_TAIL = 65535 + END.size + LOCATOR.size  # the end record has a comment of at most 65535 bytes after it
-_NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF  # in place of a number that zip64 has elsewhere
-_FEW = 256  # bytes that are looked at first: few archives have a comment
-_PLACE = r"(?:^|(?<=/))(?:data|tensors)/"  # where a torch file keeps its storages
-_LARGEST = 64 << 20  # bytes of a damaged directory that are looked at
+_TAIL = 65535 + END.size + LOCATOR.size  # a comment of at most 65535 bytes follows the end record
+_NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF  # placeholders for numbers that are in zip64 fields
+_FEW = 256  # bytes that are read first: few archives have a comment
+_PLACE = r"(?:^|(?<=/))(?:data|tensors)/"  # the folder of storages in a torch file
+_LARGEST = 64 << 20  # bytes of a damaged directory that are read
 
-# What every archive of torch.package has below its root: the modules that it does not bring along.
+# A member of every torch.package archive: the list of modules that it does not contain.
 PACKAGE_MARK = ".data/extern_modules"
 
+# A member of every torch.export archive, and the member with the names of its weights, if it has any.
 EXPORT_MARK = "archive_format"
-# What every archive of torch.export has below its root, and what says the names of its weights, if it has any.
 _EXPORTED = re.compile(r"[^/]+/data/weights/[^/]*_weights_config\.json")
 
 # The names of a torch file's members.
 RECORD = re.compile(
     r"(?:.*/)?(?:data\.pkl|constants\.pkl|version|byteorder|\.format_version|\.storage_alignment|model\.json"
     r"|\.data/.*|code/.*|(?:data|tensors|constants)/\d+)",
-    re.DOTALL,  # else a name of many folders and a newline is gone through once for each of them
+    re.DOTALL,  # otherwise a name with many folders and a newline is scanned once for each folder
 )
 
 
 class Directory(Struct, frozen=True, dict=True):
-    """The members that a directory lists, at their places in the content; ``fault`` says why it cannot be followed,
-    and ``is_exact`` whether its entries end where it does."""
+    """The members that a directory lists, with their positions in the content. ``fault`` is why it cannot be read, and
+    ``is_exact`` is whether its last entry ends where the directory does."""
 
     members: Sequence[ZipMember] = ()
     fault: str = ""
@@ -124,22 +124,21 @@ class Directory(Struct, frozen=True, dict=True):
 
     @cached_property
     def names(self) -> list[str]:
-        """The names of the members; none if the directory is not a whole one."""
+        """The names of the members; none if the directory is damaged."""
         return [member.name for member in self.members] if self.is_exact else []
 
 
-# Kept by archive: each test of what a file is reads its names, and it may have a hundred thousand.
+# Cached by archive: every test of a file's format reads its names, and there may be a hundred thousand.
 _known: WeakKeyDictionary[Content, Directory] = WeakKeyDictionary()
 
 
 def member_names(content: Content) -> list[str]:
-    """Return the names of all members, none if there is no whole directory."""
+    """Return the names of all members; none if the directory is missing or damaged."""
     return read_directory(content).names
 
 
 def read_directory(content: Content) -> Directory:
-    """Return the directory at the end of an archive. Raises ``HostileError`` if it lists more than the file can
-    hold."""
+    """Return the directory at the end of an archive. Raises ``HostileError`` if it lists too many members."""
     if (found := _known.get(content)) is None:
         found = _known[content] = _followed(content)
     return found
@@ -168,7 +167,7 @@ def _followed(content: Content) -> Directory:
 
 
 def _of_zip64(extra: bytes, *numbers: int) -> list[int]:
-    """Return numbers of an entry with those of its zip64 field for each that does not fit (APPNOTE 4.5.3)."""
+    """Return numbers of an entry, with placeholders replaced from its zip64 extra field (APPNOTE 4.5.3)."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
         if kind == 1:
@@ -179,10 +178,10 @@ def _of_zip64(extra: bytes, *numbers: int) -> list[int]:
 
 
 class EndRecord(NamedTuple):
-    """What the end of an archive says of its directory, with the numbers of zip64 in the place of those that it has.
+    """The end record of an archive, or its zip64 form if it has one.
 
-    ``start`` is where the directory is said to begin, and ``stop`` where it ends; ``at`` is the place of the last
-    record, and ``end`` what follows its comment."""
+    ``start`` is the declared position of the directory, and ``stop`` its actual end; ``at`` is the position of the last
+    record, and ``end`` that after its comment."""
 
     disk: int
     first_disk: int
@@ -196,13 +195,15 @@ class EndRecord(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """Where the directory begins by its size, as junk in front of the archive moves all of it."""
+        """The start of the directory by its size; bytes before the archive move it from its declared position."""
         return max(self.stop - self.size, 0)
 
 
 def end_record(content: Content) -> EndRecord | None:
-    """Return the record at the end of an archive, None if there is none. The place of zip64's, right before its
-    locator, is not that which the locator says: any junk in front of the archive makes this wrong."""
+    """Return the end record of an archive; None if there is none.
+
+    The zip64 record is read right before its locator, and not at the position in the locator, which is wrong if there
+    are bytes before the archive."""
     at = -1
     for size in (_FEW, _TAIL):
         first = max(len(content) - size, 0)
@@ -224,15 +225,14 @@ def end_record(content: Content) -> EndRecord | None:
 
 
 def member_limit(content: Content) -> int:
-    """Return how many members an archive may list: what is kept of each takes a thousand bytes of memory.
+    """Return how many members an archive may list, each of which takes a thousand bytes of memory.
 
-    A file of torch has 300 bytes and more for each of its tensors. A directory can name one place a million
-    times."""
+    A torch file has at least 300 bytes per tensor. A crafted directory can list one position a million times."""
     return max(1 << 16, len(content) // 200)
 
 
 def bounded_directory(content: Content, start: int, stop: int) -> bytes:
-    """Return the directory between two places. Raises ``HostileError`` if it lists more than the file can hold."""
+    """Return the bytes of a directory. Raises ``HostileError`` if it lists too many members."""
     directory = content[start:stop]
     count = directory.count(b"PK\x01\x02")
     if count > member_limit(content):
@@ -244,7 +244,7 @@ def bounded_directory(content: Content, start: int, stop: int) -> bytes:
 
 
 def has_end(content: Content) -> bool:
-    """Return whether the archive ends with a record of where its directory begins, damaged or not."""
+    """Return whether the archive ends with an end record, possibly a damaged one that still points at a directory."""
     tail = content[-END.size :]
     if len(tail) < END.size:
         return False
@@ -254,7 +254,7 @@ def has_end(content: Content) -> bool:
 
 
 def checksums_left(content: Content, start: int) -> dict[str, int]:
-    """Return the checksums by name in the entries that are left of a damaged directory, which is after ``start``."""
+    """Return the checksums by name in the readable entries of a damaged directory, which comes after ``start``."""
     found: dict[str, int] = {}
     at = content.find(b"PK\x01\x02", start)
     directory = bounded_directory(content, at, min(len(content), at + _LARGEST)) if at >= 0 else b""
@@ -264,7 +264,7 @@ def checksums_left(content: Content, start: int) -> dict[str, int]:
         start, stop = at + ENTRY.size, at + ENTRY.size + fields[9]
         at = directory.find(b"PK\x01\x02", at + 4)
         if at >= 0 and stop > at:
-            continue  # a name has no entry inside
+            continue  # the name of a damaged entry overlaps the next entry
         name = directory[start:stop]
         if name.isascii() and fields[6]:
             found[member_name(name, 0)] = fields[6]
@@ -272,7 +272,7 @@ def checksums_left(content: Content, start: int) -> dict[str, int]:
 
 
 def is_torch_save(names: list[str]) -> bool:
-    """Return whether the members are those of a file of torch.save or, since 1.3, torch.jit.save."""
+    """Return whether the members are those of torch.save or, since 1.3, torch.jit.save."""
     present, roots = set(names), set(_roots(names, "data.pkl"))
     if any(f"{root}version" in present for root in roots):
         return True
@@ -280,19 +280,19 @@ def is_torch_save(names: list[str]) -> bool:
 
 
 def is_torchscript(names: list[str]) -> bool:
-    """Return whether the members are those of torch.jit.save, of torch 1.0 to 1.2 (``model.json``) or since."""
+    """Return whether the members are those of torch.jit.save, from torch 1.0 to 1.2 (``model.json``) or later."""
     present = set(names)
     old = any(f"{root}version" in present for root in _roots(names, "model.json"))
     return old or any(f"{root}constants.pkl" in present for root in _roots(names, "data.pkl"))
 
 
 def is_torch_package(names: list[str]) -> bool:
-    """Return whether the members are those of an archive of torch.package."""
+    """Return whether the members are those of a torch.package archive."""
     return bool(names) and f"{names[0].partition('/')[0]}/{PACKAGE_MARK}" in names
 
 
 def is_torch_export(names: list[str]) -> bool:
-    """Return whether the members are those of an archive of torch.export that has weights."""
+    """Return whether the members are those of a torch.export archive with weights."""
     is_one = bool(names) and f"{names[0].partition('/')[0]}/{EXPORT_MARK}" in names
     return is_one and any(map(_EXPORTED.fullmatch, names))
 
@@ -307,7 +307,7 @@ _FOLDER = 0x10
 
 
 def why_refused(content: Content, end: EndRecord) -> str:
-    """Return why torch refuses an archive, as a noun with what follows it; nothing if it does not."""
+    """Return why torch refuses an archive, as a noun phrase; empty if it does not."""
     disk, first_disk, here, count, size, place, _, at, _ = end
     directory = read_directory(content)
     listed = len(directory.members)
@@ -324,7 +324,7 @@ def why_refused(content: Content, end: EndRecord) -> str:
 
 
 def _refusal64(content: Content, end: int) -> str:
-    """Return the same of the two records that zip64 has before the end."""
+    """Return why torch refuses the two zip64 records before the end record; empty if it does not."""
     raw = content[max(end - LOCATOR.size, 0) : end]
     if len(raw) < LOCATOR.size or raw[:4] != b"PK\x06\x07":
         return ""
@@ -335,7 +335,7 @@ def _refusal64(content: Content, end: int) -> str:
     if len(record) < END64.size or (not is_found and (count == _NO_NUMBER or _NO_PLACE in (size, start))):
         return "a zip64 directory whose end record is not where it claims to be"
     if not is_found:
-        return ""  # then torch goes by the plain end record
+        return ""  # torch then uses the plain end record
     if disks != 1:
         return f"a zip directory on {disks} disks"
     length = END64.unpack(record)[1]

@@ -1,10 +1,10 @@
-"""The members of a zip archive by all that it says of them: its directory, and the header before each member.
+"""The members of a zip archive, from its directory and the local headers of the members.
 
-Both say the same in a sound archive. If they differ the bytes decide: what matches a checksum is right, and what said
-otherwise is damaged. If the directory is damaged as a whole, or gone, the members are found by their local headers from
-the front. torch writes a local header before it knows the member's size: size and checksum are zero there and follow
-the data in a descriptor (APPNOTE.TXT 4.3.7 and 4.3.9), which is believed if the size that it states is its distance
-from the data. A member without one is open: it was being written, or fetched, when the file ended."""
+In an intact archive, both agree. If they differ, the one that matches a checksum is right, and the other is damaged. If
+the whole directory is damaged or lost, members are found by their local headers from the start. torch writes a local
+header before it knows the member's size: size and checksum are zero there, and follow the data in a descriptor
+(APPNOTE.TXT 4.3.7 and 4.3.9), which is accepted if its size equals its distance from the start of the data. A member
+without a descriptor is open: it was being written or downloaded when the file ended."""
 
 from __future__ import annotations
 
@@ -41,22 +41,24 @@ _DESCRIPTOR = b"PK\x07\x08"
 
 
 class FoundMembers(Struct):
-    """What is left of an archive: the members in the order of the file, and where the data of open ones begins."""
+    """Members that were found by their local headers, in the order of the file.
+
+    ``open_at`` has the positions of the data of open members, and ``zeros`` the start of the zeros at the end."""
 
     content: Content
     members: list[ZipMember] = field(default_factory=list)
     open_at: dict[str, int] = field(default_factory=dict)
     zeros: int = 0
-    end: int = 0  # where the last member that is whole ends
+    end: int = 0  # end of the last complete member
 
     def left_of(self, name: str, nbytes: int) -> ByteSource:
-        """Return what is there of the storage of ``nbytes`` that an open member holds.
+        """Return the existing bytes of the storage of ``nbytes`` bytes in an open member.
 
-        A file that was reserved before it was fetched goes on in zeros after the storage; then the zeros inside of it
-        are no data either, and so are those of a sector or more where the file ends inside of the storage: file systems
-        end in them after a crash. Any other file that is cut short ends at its last byte. An open member in the middle
-        of the file is damaged in a way that is not known, and so is one with something other than its descriptor after
-        it: bytes of it were lost, or overwritten."""
+        If the file continues with zeros after the storage, it was preallocated, and zeros at the end of the storage are
+        not data. Neither are a sector or more of zeros at the end of a file that ends inside the storage, which file
+        systems leave after a crash. Otherwise the file is truncated after its last byte. If an open member is not the
+        last one, or is followed by something other than its descriptor, bytes of it were lost or overwritten at an
+        unknown position, and none are returned."""
         start = self.open_at[name]
         if name != self.members[-1].name or self.members[-1].method != STORED:
             return TornBytes(self.content.path, nbytes)
@@ -69,14 +71,14 @@ class FoundMembers(Struct):
 
 
 def walk(content: Content) -> FoundMembers:
-    """Return the members of an archive without its directory. Raises ``HostileError`` if there is no end of them."""
+    """Return the members of an archive without its directory. Raises ``HostileError`` if there are too many."""
     found = FoundMembers(content, zeros=zero_tail(content))
     headers = {place: _whole_header(content, place) for place in _signatures(content, b"PK\x03\x04")}
     descriptors = _descriptors(content, {header.start for header in headers.values() if header is not None})
     position = 0
     for place, header in headers.items():
         if place < position or header is None:
-            continue  # inside of the member before, or cut itself
+            continue  # inside the member before, or truncated itself
         info, start = _member(content, place, header), header.start
         if place != position and (not info.name.isprintable() or info.method not in UNPACKED):
             continue  # bytes of a tensor that look like a header
@@ -84,7 +86,7 @@ def walk(content: Content) -> FoundMembers:
             if start in descriptors:
                 info.crc, info.packed, info.size, position = descriptors[start]
                 if info.method == STORED:
-                    info.size = info.packed  # the second size may be cut off itself
+                    info.size = info.packed  # the second size may be truncated itself
             else:
                 found.open_at[info.name] = start
         elif start + info.packed > len(content) or found.zeros < start + info.packed < len(content):
@@ -97,7 +99,7 @@ def walk(content: Content) -> FoundMembers:
 
 
 def names_in_row(content: Content) -> list[str]:
-    """Return the names of the members from the front on, as long as each header says where the next one is."""
+    """Return the names of the first members, as far as each header gives the position of the next."""
     names: list[str] = []
     position = 0
     limit = member_limit(content)
@@ -129,7 +131,7 @@ def _whole_header(content: Content, place: int) -> Header | None:
 
 
 def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int, int, int]]:
-    """Checksum, both sizes and the end, by the place where the data begins. Sizes have 4 or (zip64) 8 bytes."""
+    """Return the data descriptors (checksum, both sizes, end) by the position of the data, one of ``starts``."""
     found: dict[int, tuple[int, int, int, int]] = {}
     for position in _signatures(content, _DESCRIPTOR):
         record = content[position + 4 : position + 24]
@@ -149,18 +151,19 @@ def _member(content: Content, place: int, header: Header) -> ZipMember:
     return ZipMember.of(header.name, header.flags, header.method, header.crc, packed, size, place)
 
 
-HEADER_RECORD, ENTRY_RECORD = "header", "entry"  # which record of a member is damaged
-CANDIDATES = 8  # headers of one name that are looked at
-NOWHERE = -1  # the place of a member that no header is found for
+HEADER_RECORD, ENTRY_RECORD = "header", "entry"  # the damaged record of a member
+CANDIDATES = 8  # headers with the same name that are considered
+NOWHERE = -1  # position of a member without a header
 
 
 class ZipIndex(Struct):
-    """The members in the order of the archive. ``found`` is what a walk found where there is no directory to go by.
-    ``damage`` says what is wrong; an archive that merely ends early has none here. ``doubts`` are those of it after
-    which a member may be another than its name says. ``displaced`` are the bytes by which the directory is further on
-    than it says, as after another file, and negative where bytes before it are gone: programs for zip archives see to
-    that, torch refuses it.
-    ``refusal`` is what else torch refuses, and ``trailing`` are the bytes after all of it."""
+    """The members in the order of the archive. ``found`` is set if they were found without the directory.
+
+    ``damage`` is what is wrong (not for an archive that is only truncated), and ``doubts`` is the part of it that puts
+    names of members in doubt. ``displaced`` is the number of bytes by which the directory is after its declared
+    position, as with bytes before the archive, or negative if bytes were lost before it: other zip programs accept
+    this, but torch does not. ``refusal`` is why else torch refuses the archive, and ``trailing`` is the number of bytes
+    after the archive."""
 
     members: list[ZipMember]
     found: FoundMembers | None = None
@@ -171,7 +174,7 @@ class ZipIndex(Struct):
     trailing: int = 0
 
     def data_start(self, content: Content, member: ZipMember) -> int | None:
-        """Return where the data of a member begins; None if nothing says so."""
+        """Return the position of a member's data; None if it has no valid header."""
         if member.ahead:
             return member.place + member.ahead
         header = read_header(content, member.place)
@@ -179,21 +182,21 @@ class ZipIndex(Struct):
 
 
 class _Comparison:
-    """One comparison of a directory with the headers of its members.
+    """Compares a directory with the local headers of its members.
 
-    Where they differ, a member is the one that a walk over the headers finds with its name and its checksum. If there
-    is none, it stays where the directory says as long as it has a checksum, which tells when it is read."""
+    If they differ, a member is searched by its name and checksum among all headers of the archive. If it is not found
+    but has a checksum, it stays where the directory says, and is verified when it is read."""
 
     def __init__(self, content: Content, index: ZipIndex) -> None:
         self.content, self.index = content, index
         self.names = Counter([member.name for member in index.members])
         self.places = Counter([member.place for member in index.members])
         self.faults: list[Fact] = []
-        self.in_place = 0  # how many members begin where the directory says
+        self.in_place = 0  # number of members that begin where the directory says
         self.odd = [at for at, member in enumerate(index.members) if not self._is_plain(member)]
 
     def _is_plain(self, member: ZipMember) -> bool:
-        """Return whether the header of a member says what the directory says."""
+        """Return whether the header of a member agrees with the directory, also in its name."""
         header = read_header(self.content, member.place)
         if header is None or not header.is_signed:
             return False
@@ -205,11 +208,11 @@ class _Comparison:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether this is the directory of these members, and not that of another archive."""
+        """Whether the directory belongs to these members, and not to another archive."""
         return 2 * self.in_place > len(self.index.members)
 
     def repair(self) -> ZipIndex:
-        """Return the members, each as it is found where its two descriptions differ."""
+        """Return the members, corrected if their headers and the directory differ."""
         for at in self.odd:
             self.index.members[at] = self._repaired(self.index.members[at])
         self.index.damage = [*first_facts(self.faults, Kind.ZIP_RECORDS), *self.index.doubts]
@@ -217,7 +220,7 @@ class _Comparison:
 
     def _repaired(self, member: ZipMember) -> ZipMember:
         if member.name.endswith("/"):
-            return member  # a folder, of which nothing is read
+            return member  # a folder, which is not read
         header = read_header(self.content, member.place)
         name = member_name(header.name, member.flags) if header is not None and header.is_signed else ""
         is_anothers = name != member.name and self.names[name] > 0
@@ -227,8 +230,8 @@ class _Comparison:
             if not header.is_signed:
                 self._blame(member, HEADER_RECORD)
             elif is_anothers and name in self._misfits:
-                # The two have each other's names, and nothing says whether their headers or their entries of the
-                # directory are right. If the other has a header of its own, no program reads this one's name.
+                # Two members have swapped names, and nothing shows whether the headers or the entries are right. If the
+                # other member has a header of its own, the name in this one's header is not used by any program.
                 doubt = Fact.of(Kind.ZIP_NAMES, member.name[-80:], header=name[-80:])
                 self.index.doubts.append(doubt)
             return member
@@ -242,12 +245,12 @@ class _Comparison:
         if found.place != member.place or (is_stored and member.packed != member.size):
             self._blame(member, ENTRY_RECORD)
             return found
-        # torch reads neither from the header; the checksum tells whether a member is packed as the other one says.
+        # torch reads flags and method from the directory only; the checksum shows whether the method is right.
         method = STORED if is_stored else member.method
         return replace(member, flags=member.flags & found.flags, method=method)
 
     def _found(self, member: ZipMember) -> ZipMember | None:
-        """Return the member that a walk finds with this name and checksum; without a checksum, with its sizes."""
+        """Return the member with the same name and checksum (or sizes, if it has no checksum) among all headers."""
         named = self._walked.get(member.name, ())
         if member.crc:
             return next((found for found in named if found.crc == member.crc), None)
@@ -263,12 +266,12 @@ class _Comparison:
 
     @cached_property
     def _misfits(self) -> set[str]:
-        """The names that the directory gives to members whose headers say otherwise."""
+        """The names in the directory of members whose headers differ."""
         return {self.index.members[at].name for at in self.odd}
 
     @cached_property
     def _walked(self) -> dict[str, list[ZipMember]]:
-        """The members that a walk finds whole, where bytes were lost or gained and all places after them shift."""
+        """The complete members by name, found by their headers because lost or inserted bytes may shift positions."""
         found = walk(self.content)
         walked: dict[str, list[ZipMember]] = {}
         for member in found.members:
@@ -278,7 +281,7 @@ class _Comparison:
         return walked
 
     def _agree(self, member: ZipMember, header: Header) -> bool:
-        """Return whether header and descriptor say of a member what the directory says."""
+        """Return whether a member's header and descriptor agree with the directory."""
         if header.method != member.method or (header.flags ^ member.flags) & 1:
             return False
         said = (member.crc, member.packed, member.size)
@@ -291,9 +294,9 @@ class _Comparison:
 
 
 def list_members(content: Content) -> ZipIndex:
-    """Return the members of an archive. Raises ``HostileError`` if there is no end of them."""
+    """Return the members of an archive. Raises ``HostileError`` if there are too many."""
     directory, end = read_directory(content), end_record(content)
-    if content.is_remote and directory.fault:  # to go by the headers, all of the file would have to be fetched
+    if content.is_remote and directory.fault:  # a search for headers would download the whole file
         from ckptfix.bytes.remote import download_advice
 
         raise UnreadableError(
@@ -303,7 +306,7 @@ def list_members(content: Content) -> ZipIndex:
         trailing, refused = len(content) - end.end, why_refused(content, end)
         index = ZipIndex([*directory.members], displaced=end.begin - end.start, refusal=refused, trailing=trailing)
         if content.is_remote:
-            return index  # a request for each header is too much: it is compared when its member is read
+            return index  # reading all headers takes too many requests; each is compared when its member is read
         comparison = _Comparison(content, index)
         if comparison.is_in_place:
             return comparison.repair()
@@ -312,7 +315,7 @@ def list_members(content: Content) -> ZipIndex:
         return ZipIndex(found.members, found=found)
     left = checksums_left(content, found.end)
     for member in found.members:
-        # Where bytes are lost, a header may have the data of another member after it.
+        # If bytes are lost, the data of another member may follow a header.
         member.crc = left.get(member.name) or member.crc
     damage = [Fact.of(Kind.ZIP_DIRECTORY, fault=directory.fault)]
     return ZipIndex(found.members, found=found, damage=damage)
