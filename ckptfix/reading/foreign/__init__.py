@@ -1,1 +1,1 @@
-"""Files that are not checkpoints, or no longer one, and what they are instead."""
+"""Files that are not checkpoints, or no longer, and what they are instead."""

@@ -1,8 +1,8 @@
-"""Files that are not checkpoints, and what they are instead.
+"""Recognises files that are not checkpoints, and names what they are instead.
 
-Torch's messages for these (``invalid load key, 'v'``, ``Unsupported operand 60``) name the first byte and nothing else.
-A file is looked up here only after no format could read it, so that nothing that may be a checkpoint is called
-something else. Names of files are evidence only if the bytes say nothing."""
+torch's messages for these (``invalid load key, 'v'``, ``Unsupported operand 60``) name only the first byte. Files are
+tested here only after all formats failed, so that no checkpoint is called something else. File names count only if the
+content does not tell."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ _TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
 
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _BASE64 = re.compile(rb"(data:[\w/.+-]*;base64,)?([A-Za-z0-9+/\s]{64,})")
-# The body of an HTTP answer (RFC 9112, section 7.1): each chunk follows its size.
+# A chunked HTTP response (RFC 9112, section 7.1): each chunk follows its size.
 _CHUNKED = re.compile(
     rb"(?:HTTP/.{1,60000}?\r\n\r\n)?[0-9A-Fa-f]{1,15}[ \t]*(?:;[^\r\n]{0,200})?\r\n(.{1,512})", re.DOTALL
 )
 
-_SIGNS = 16  # signs of a changed encoding that are no accident
-_SCANNED = 64 << 20  # bytes from which it is believed that all of a file is UTF-8
+_SIGNS = 16  # characters of a changed encoding that are not a coincidence
+_SCANNED = 64 << 20  # bytes that are tested for UTF-8
 _MANGLED = (b"version: 1\r\n", b"\x80\x02\x8a\r\n")
-# Suffixes of downloads that go on.
+# Suffixes of unfinished downloads.
 UNFINISHED = frozenset(".crdownload .part .partial .download .opdownload .incomplete .aria2 .!ut .!qb".split())
 
 _ZLIB = (b"x\x01", b"x^", b"x\x9c", b"x\xda")
 _ARRAY_OF_JOBLIB = b"joblib.numpy_pickle"
 _JOBLIB = "if you trust its source, load it with joblib.load and save its arrays as a state_dict"
-_LEAST_TEXT = 8  # from this many bytes on, all letters is not an accident
-_ZERO_HEAD = 64  # from this many zeros at the start on, it is not an accident
-_NOISE = 4096
-_EVEN = 7.9  # bits in a byte from which on bytes look random; weights in float32 have fewer than 7.5
+_LEAST_TEXT = 8  # bytes of text that are not a coincidence
+_ZERO_HEAD = 64  # zeros at the start that are not a coincidence
+_NOISE = 4096  # bytes that are needed to measure the entropy
+_EVEN = 7.9  # bits of entropy per byte from which bytes look random; float32 weights have less than 7.5
 
 
 def name_foreign_file(content: Content) -> str | None:
-    """Return what the file is, with the remedy, if it is of a known kind that is not a checkpoint; None otherwise."""
+    """Return what the file is, with the remedy, if it is of a known kind; None otherwise."""
     for namer in _NAMERS:
         if (said := namer(content)) is not None:
             return f"{content.path}: {said}"
@@ -63,7 +63,7 @@ def name_foreign_file(content: Content) -> str | None:
 
 
 def name_mangled(content: Content) -> str | None:
-    """Return what a transfer as text did to a checkpoint for good, as a clause; None for any other file."""
+    """Return how a transfer as text damaged a checkpoint irreversibly, as a clause; None for any other file."""
     if content[:16].startswith(_MANGLED):
         return "a transfer in text mode turned every line feed into CR LF; transfer it again in binary mode"
     head = content[:READ]
@@ -71,7 +71,7 @@ def name_mangled(content: Content) -> str | None:
     again = "fetch it again in binary mode (not as response text or through an editor)"
     if replaced >= _SIGNS:
         return f"was saved as text: every non-text byte became U+FFFD, which cannot be undone; {again}"
-    # Pickles of protocol 0 and 1 have the bytes of their tensors as letters by themselves.
+    # Pickles of protocol 0 and 1 store the bytes of tensors as text anyway.
     is_text = is_pickle(content) and head[8:9] != b"{"
     if letters >= _SIGNS and not is_text:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
@@ -87,13 +87,13 @@ def name_mangled(content: Content) -> str | None:
 
 
 def is_chunked(content: Content) -> bool:
-    """Return whether a file is a checkpoint in the chunks of an HTTP answer: their sizes are among its bytes."""
+    """Return whether a file is a checkpoint as a chunked HTTP response, with the sizes of the chunks in it."""
     match = _CHUNKED.match(content[:READ])
     return match is not None and looks_like_checkpoint(match[1])
 
 
 def _transcoded(content: Content) -> str | None:
-    """Name what a checkpoint went through that takes only text, and how to get it back."""
+    """Return how a checkpoint was encoded for a transfer, and how to decode it; None for any other file."""
     head = content[:READ]
     if (match := _BASE64.match(head)) and looks_like_checkpoint(_decoded(match[2])):
         return "is a checkpoint written as base64 text; decode it first (base64 -d FILE > NEW)"
@@ -109,7 +109,7 @@ def _decoded(letters: bytes) -> bytes:
 
 
 def _made_letters(content: Content) -> tuple[int, int]:
-    """Return how often U+FFFD and letters of Latin-1 are in a file that is UTF-8; zeros if not, or if they are few."""
+    """Count U+FFFD and the letters of Latin-1 in a file that is UTF-8; 0 for other files, and for few letters."""
     decoder, replaced, letters = codecs.getincrementaldecoder("utf-8")(), 0, 0
     signs = 0
     for start in range(0, min(len(content), _SCANNED), BLOCK):
@@ -124,7 +124,7 @@ def _made_letters(content: Content) -> tuple[int, int]:
 
 
 def _is_utf16(head: bytes) -> bool:
-    """Return whether bytes are UTF-16 without text: each byte of a code page became one of a few hundred letters."""
+    """Return whether bytes are UTF-16 but not text: each byte was decoded with a code page of a few hundred letters."""
     upper = head[3::2] if head.startswith(codecs.BOM_UTF16_LE) else head[2::2]
     is_marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and len(upper) >= _LEAST_TEXT
     return is_marked and all(byte < 0x30 or byte == 0xFF for byte in upper) and as_text(head) is None
@@ -150,7 +150,7 @@ def _signed(content: Content) -> str | None:
 
 
 def _joblib(content: Content) -> str | None:
-    """Return a file of joblib.dump: a pickle with the bytes of arrays between its opcodes, often compressed by zlib."""
+    """Name a file of joblib.dump: a pickle with the bytes of arrays between its opcodes, often compressed with zlib."""
     head = content[:READ]
     if head.startswith(b"\x80") and _ARRAY_OF_JOBLIB in head:
         return f"a file of joblib with NumPy arrays, not a PyTorch checkpoint; {_JOBLIB}"
@@ -194,7 +194,7 @@ def _zero_head(content: Content) -> str | None:
 
 
 def _by_name(content: Content) -> str | None:
-    """Return what the name and the neighbours say of bytes that say nothing themselves."""
+    """Name a file by its name and folder, if its content does not tell."""
     path = Path(content.member or content.path)
     suffix = path.suffix.lower()
     if suffix == ".aria2":
@@ -222,17 +222,17 @@ def _noise(content: Content) -> str | None:
 
 
 def describe_unknown(content: Content) -> str:
-    """Return what can be said of an unknown file: by its name, by how even its bytes are, or by the first few."""
+    """Describe an unknown file by its name, its entropy, or its first bytes."""
     head = content[:8]
     plain = f"neither a torch file nor safetensors (it starts with {head!r}); is it the right file, and is it complete?"
     return _by_name(content) or _zero_head(content) or _noise(content) or plain
 
 
-# In the order in which they are asked.
+# In the order in which they are tried.
 _NAMERS: tuple[Callable[[Content], str | None], ...] = (_zeros, name_mangled, _transcoded, _joblib, _signed, _text)
 
 
-SEARCHED = 1 << 16  # bytes at the start of a file in which a checkpoint may begin after something else
+SEARCHED = 1 << 16  # bytes at the start of a file in which a checkpoint may begin after other data
 
 _ZIP = re.compile(
     rb"PK\x03\x04.{26}[^\0]{0,1024}?(data\.pkl|model\.json|version|constants\.pkl|data/\d|code/)", re.DOTALL
@@ -241,13 +241,13 @@ _LEGACY = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\
 _SAFETENSORS = re.compile(rb"(?=(.{6}\0\0)\{\s*\")", re.DOTALL)
 _STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF")
 _BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
-_MANGLED_LINES = 4  # line feeds, all of them after a carriage return, that are no accident
+_MANGLED_LINES = 4  # line feeds after carriage returns that are not a coincidence, if there are no others
 
 
 class Undone(Struct, frozen=True):
-    """The content without the damage, and what the damage is.
+    """A content with its damage undone, and the damage.
 
-    Where it is ``exact``, the undoing is right only if the file is whole then: there is no telling which tensors are.
+    If ``exact``, the result is right only if it has no other damage: otherwise it is unknown which tensors are intact.
     """
 
     content: Content
@@ -256,7 +256,7 @@ class Undone(Struct, frozen=True):
 
 
 def undo(content: Content) -> Undone | None:
-    """Return the content with its damage undone, where it is one of those that can be; None otherwise."""
+    """Return the content with its damage undone; None if it has none that can be undone."""
     if is_chunked(content):
         return None
     if _is_mangled(content):
@@ -266,7 +266,7 @@ def undo(content: Content) -> Undone | None:
         return None
     end = 8 + int.from_bytes(content[:8], "little")
     if content[8:9] == b"{" and end > 9 and content[end - 1 : end] in (b"}", b" "):
-        return None  # what begins further on was hung on to a safetensors file
+        return None  # what begins later was appended to a safetensors file
     start = min(_starts(content), default=None)
     if start is None:
         return None
@@ -278,13 +278,13 @@ def _is_mangled(content: Content) -> bool:
     head = content[:SEARCHED]
     if head.count(b"\r\n") < _MANGLED_LINES or _BARE_LINE_FEED.search(head):
         return False
-    # Each block begins one byte early, so that it has the carriage return of its first line feed.
+    # Each block begins one byte early, so that it includes a carriage return before its first line feed.
     blocks = (content[max(0, start - 1) : start + BLOCK] for start in range(0, len(content), BLOCK))
     return not any(_BARE_LINE_FEED.search(block, 1) for block in blocks)
 
 
 def _starts(content: Content) -> Iterator[int]:
-    """Yield where a checkpoint of any format seems to begin, not at the start itself."""
+    """Yield the positions after the start at which a checkpoint of any format seems to begin."""
     head = content[: SEARCHED + 64]
     for pattern in (_ZIP, _LEGACY):
         yield from (match.start() for match in pattern.finditer(head) if match.start())
@@ -295,11 +295,11 @@ def _starts(content: Content) -> Iterator[int]:
             yield match.start()
 
 
-READ = 1 << 16  # bytes of a text that are looked at
+READ = 1 << 16  # bytes of a file that are tested for text
 AGAIN = "check the address and the right to read it, and download the file again"
-_MARKUP = 1 << 14  # letters of a page in which its title is looked for
+_MARKUP = 1 << 14  # characters of a page that are searched for its title
 _QUOTED = 120
-_ANSWER = 400  # letters of the longest text that may be a server's answer as a whole
+_ANSWER = 400  # characters of the longest text that may be a server's error message
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _CONTROL = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _LFS = re.compile(r"version https://git-lfs\.github\.com/spec/")
@@ -321,9 +321,9 @@ _PYTHON = re.compile(
 
 
 def as_text(data: bytes) -> str | None:
-    """Return the text that bytes are, with or without a byte order mark; None if they are not text.
+    """Decode bytes as text, with or without a byte order mark; None if they are not text.
 
-    The bytes may end in the middle of a letter."""
+    The bytes may end in the middle of a character."""
     mark, encoding = next((pair for pair in _BOMS if data.startswith(pair[0])), (b"", "utf-8"))
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(data.removeprefix(mark))
@@ -333,7 +333,7 @@ def as_text(data: bytes) -> str | None:
 
 
 def name_content(text: str, size: int) -> str:
-    """Return what the text of a file is; ``size`` is that of the file in bytes."""
+    """Return what a text file is, from its first part; ``size`` is the size of the file in bytes."""
     for namer in (_pointer, _headers, _json, _markup, _source):
         if (said := namer(text, size)) is not None:
             return said
@@ -385,7 +385,7 @@ def _json(text: str, size: int) -> str | None:
     return f"a JSON file{held}, and not a checkpoint; name the file that holds the weights"
 
 
-# Names under which web services say what went wrong, and members of an object up to which one is all that it says.
+# The keys under which web services report errors, and the largest number of keys in such an object.
 _OF_ANSWERS = frozenset("error errors error_description Error fault message Message detail msg reason".split())
 _FEW = 8
 
@@ -417,7 +417,7 @@ def _markup(text: str, size: int) -> str | None:
 
 
 def _title(page: str) -> str:
-    """Return what a page is called: its title, or else its first heading or text."""
+    """Return the title of a page, or its first heading or text."""
     for pattern in _TITLES:
         if (found := pattern.search(page[:_MARKUP])) is not None:
             text = " ".join(html.unescape(re.sub(r"<[^<>]*>", " ", found[1])).split())

@@ -1,4 +1,4 @@
-"""What is known of files and folders that are not checkpoints: the entries of ``signatures.toml``."""
+"""The known files and folders that are not checkpoints, from ``signatures.toml``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from ckptfix.core.config import parse_toml
 
-# Tables of folders and archives: those in which single files look like checkpoints and none of them is the whole, and
-# those that have nothing of a checkpoint of PyTorch in them.
+# Tables of folders and archives: those whose files look like checkpoints but are only parts of one, and those without
+# any PyTorch checkpoint.
 PARTS, BUNDLES = "parts", "bundles"
 
 _NUMBER, _LETTER = r"[\x80-\xff]{0,4}[\0-\x7f]", r"[\x20-\x7e]"
@@ -31,7 +31,7 @@ PART = re.compile(
 
 
 class Signature(Struct, frozen=True):
-    """How the bytes of a file begin ``at`` a place, what it then is, and what to do."""
+    """The pattern of a file's bytes from position ``at`` on, what the file is, and what to do."""
 
     what: str
     remedy: str
@@ -45,20 +45,20 @@ def _known() -> dict[str, Any]:
 
 
 def remedy(name: str) -> str:
-    """Return the text of a remedy by its name in ``[remedies]``; any other text is one itself."""
+    """Return the text of a remedy by its name in ``[remedies]``; any other text unchanged."""
     text: str = _known()["remedies"].get(name, name)
     return text
 
 
 def name_text(text: str) -> str | None:
-    """Return what a text is that begins like one of ``[texts]``, with the remedy; None for any other."""
+    """Return what a text is, with the remedy, if it begins like one of ``[texts]``; None otherwise."""
     known = (entry for entry in _known()["texts"] if re.match(entry["begins"], text))
     return next((f"{entry['what']}; {remedy(entry['remedy'])}" for entry in known), None)
 
 
 @cache
 def signatures() -> tuple[Signature, ...]:
-    """Return how known files begin, in the order in which they are tried."""
+    """Return the signatures of known files, in the order in which they are tried."""
     made = []
     for entry in _known()["files"]:
         begins = entry["begins"]
@@ -70,9 +70,8 @@ def signatures() -> tuple[Signature, ...]:
 
 
 def name_bundle(names: Collection[str], table: str) -> str | None:
-    """Return what the files of these names are together, with the remedy; None if no entry of the table fits.
-
-    A folder and an archive of it hold the same names, so both are looked up here."""
+    """Return what a folder or archive with files of these names is, with the remedy; None if no entry of the table
+    fits."""
     for entry in _known()[table]:
         if all(any(_ends_with(name, pattern) for name in names) for pattern in entry.get("holds", ())) and (
             "only" not in entry or (names and all(_ends_with(name, entry["only"]) for name in names))
@@ -82,5 +81,5 @@ def name_bundle(names: Collection[str], table: str) -> str | None:
 
 
 def _ends_with(name: str, pattern: str) -> bool:
-    """Return whether a pattern is the end of a name, from a slash on."""
+    """Return whether the last segments of a path match a pattern."""
     return re.search(rf"(^|/)({pattern})$", name) is not None

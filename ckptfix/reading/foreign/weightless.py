@@ -1,4 +1,4 @@
-"""A file in which no weights were found: what it holds instead, and what to look for."""
+"""Describes a file without weights: what it contains instead, and which file to look for."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in, numpy_type
 from ckptfix.reading.weights.document import Document
 
 MOMENTS = frozenset(("exp_avg", "momentum_buffer", *SLOW))
-_SCHEDULER = {"last_epoch", "_step_count"}  # what every `LRScheduler.state_dict` has
+_SCHEDULER = {"last_epoch", "_step_count"}  # keys of every `LRScheduler.state_dict`
 
-# Shapes of the states of torch's random generators, of all releases: Mersenne Twister, MTGP32 and Philox.
+# Shapes of the states of torch's random generators in all releases: Mersenne Twister, MTGP32 and Philox.
 _RANDOM = {(5056,), (5048,), (816,), (816008,), (824048,), (16,)}
 
 
 def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping is the state of an optimizer: its state_dict, or what the object was pickled as."""
+    """Return whether a mapping is the state of an optimizer: its state_dict, or its pickled attributes."""
     is_nested = "param_groups" in mapping and any(name in mapping for name in STATES)
     return is_nested or is_flat_optimizer(mapping) or is_zero_state(mapping) or _are_moments(mapping)
 
 
 def _are_moments(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping has what an optimizer keeps of each parameter: a shard of its state (colossalai)."""
+    """Return whether a mapping has an optimizer's state of each parameter, as in a shard of ColossalAI."""
     return bool(mapping) and all(
         isinstance(value, dict) and not MOMENTS.isdisjoint(value) for value in mapping.values()
     )
 
 
 def is_of_training(value: Any) -> bool:
-    """Return whether a value is the state of an optimizer or of a scheduler, which is beside weights."""
+    """Return whether a value is the state of an optimizer or scheduler."""
     return isinstance(value, dict) and (is_optimizer(value) or value.keys() >= _SCHEDULER)
 
 
@@ -47,7 +47,7 @@ NAME_THEM = (
 
 
 def why_weightless(document: Document) -> str:
-    """Return the one line about a document without weights."""
+    """Return the error message for a document without weights."""
     root = document.root
     shard = rank_shard(root, {})
     if shard is not None:
@@ -75,7 +75,7 @@ def why_weightless(document: Document) -> str:
 
 
 def _state_of(root: Any) -> str | None:
-    """Return whose state a file holds, if it is an optimizer's or of anything else beside a model in training."""
+    """Return which state a file contains (of an optimizer, a scheduler or random generators); None if none."""
     if any(map(is_optimizer, mappings_in(root))):
         return "an optimizer's state"
     if isinstance(root, dict) and root.keys() >= _SCHEDULER:
@@ -85,8 +85,8 @@ def _state_of(root: Any) -> str | None:
 
 
 def is_random_state(value: Any) -> bool:
-    """Return whether a tensor is like what torch.get_rng_state returns, on the CPU or on a GPU, or an array like the
-    key in numpy.random.get_state."""
+    """Return whether a tensor looks like torch.get_rng_state, of a CPU or GPU, or an array like the key in
+    numpy.random.get_state."""
     if isinstance(value, NumpyArray):
         return value.shape == (624,) and numpy_type(value.dtype)[0] == "u4"
     return isinstance(value, TensorSpec) and value.dtype == "uint8" and value.shape in _RANDOM

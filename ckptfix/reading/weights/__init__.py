@@ -1,1 +1,1 @@
-"""Where in the parsed object the state_dict is, and what belongs to it."""
+"""Finds the state_dict in a parsed object, and what belongs to it."""

@@ -1,4 +1,4 @@
-"""Where in a parsed file the state_dict is."""
+"""Finds the state_dict in a parsed file."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_
 from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed
 from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, composed_class, is_script_object
 
-SEARCH_DEPTH = 64  # containers around each other that are searched; `NODE_LIMIT` bounds how many there are in all
+SEARCH_DEPTH = 64  # levels of nested containers that are searched; `NODE_LIMIT` bounds their number
 NODE_LIMIT = 1_000_000
-LIST_LIMIT = 64  # items of a list up to which each is looked at; longer ones hold numbers or samples
+LIST_LIMIT = 64  # longest list whose items are searched; longer ones have numbers or samples
 
 
 class LazyTensors:
-    """The ``TensorReader`` of every checkpoint that is opened. What builds tensors is imported for the first one."""
+    """The ``TensorReader`` of every opened checkpoint. The modules that build tensors are imported on first use."""
 
     def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
-        """Read one tensor; a ``DamageWarning`` says if its storage fails its checksum."""
+        """Read one tensor, with a ``DamageWarning`` if its storage fails its checksum."""
         from ckptfix.bytes.checksums import warning
         from ckptfix.reading.tensors import build_tensor
 
@@ -61,11 +61,11 @@ class LazyTensors:
 def open_document(
     document: Document, weights: str | None = None, *, salvage: bool = False, narrow: bool = True
 ) -> Checkpoint:
-    """Return the checkpoint of a document: its state_dict found, or taken where ``weights`` says.
+    """Return the checkpoint of a document, with the state_dict that ``weights`` names, or else the best one found.
 
-    Where that is the prefix of some keys, only these are taken, or without ``narrow`` named in ``Checkpoint.picked``.
-    Raises ``UnreadableError`` if the file holds no weights, or is damaged and nothing is to be salvaged;
-    ``UsageError`` where it has none of the name."""
+    If ``weights`` is the prefix of some keys, only these are taken, or without ``narrow``, listed in
+    ``Checkpoint.picked``. Raises ``UnreadableError`` if the file has no weights, or is damaged and not to be salvaged;
+    ``UsageError`` if it has no weights of that name."""
     payload = {f"{fact.data['name']}()" for fact in document.remarks if fact.kind is Kind.PAYLOAD}
     with refusing_payload(document.path, payload):
         checkpoint = _open(document, weights, salvage, narrow)
@@ -146,7 +146,7 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
 
 
 def _holds_figures(root: Any, found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]]) -> bool:
-    """Return whether an object holds only arrays that no layer has, such as a ``VecNormalize``."""
+    """Return whether an object has only arrays, and none with the name of a layer, as a ``VecNormalize`` has."""
     if not isinstance(root, Opaque) or is_module(root):
         return False
     keys = [key for mapping in found.values() for key, value in mapping.items() if isinstance(value, NumpyArray)]
@@ -155,7 +155,7 @@ def _holds_figures(root: Any, found: Mapping[tuple[PathPart, ...], Mapping[Any, 
 
 
 def _clean_metadata(metadata: Any, remarks: list[Fact]) -> Mapping[str, Mapping[str, Any]] | None:
-    """Return the rows of ``_metadata``, which hold numbers and texts. Anything else becomes text."""
+    """Return the rows of ``_metadata``, with any values other than numbers and text replaced by text."""
     if not isinstance(metadata, dict):
         return None
     cleaned: dict[str, dict[str, Any]] = {}
@@ -163,7 +163,7 @@ def _clean_metadata(metadata: Any, remarks: list[Fact]) -> Mapping[str, Mapping[
         if isinstance(module, str) and isinstance(row, dict):
             cleaned[module] = {}
             for name, value in row.items():
-                # The hook of spectral_norm keeps its versions in a dict of the row.
+                # The hook of spectral_norm stores its versions in a nested dict.
                 inner = value.values() if isinstance(value, dict) and all(isinstance(key, str) for key in value) else ()
                 if isinstance(name, str) and (_is_plain(value) or (inner and all(map(_is_plain, inner)))):
                     cleaned[module][name] = dict(value) if isinstance(value, dict) else value
@@ -178,7 +178,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _mapping(value: Any) -> dict[Any, Any] | None:
-    """Return the pairs of a dict, or of an object whose class was a dict."""
+    """Return the pairs of a dict, or of an object of a dict's subclass; None for anything else."""
     if isinstance(value, dict):
         return value
     if isinstance(value, Opaque) and value.pairs and not is_module(value):
@@ -187,7 +187,7 @@ def _mapping(value: Any) -> dict[Any, Any] | None:
 
 
 def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any, Any]]]:
-    """Yield every mapping with tensors in it, and every module's state_dict, each object once, with its path."""
+    """Yield every mapping with tensors and every module's state_dict with its path, each object once."""
     seen: set[int] = set()
     pending: deque[tuple[tuple[PathPart, ...], Any]] = deque([((), document.root)])
     while pending:
@@ -208,7 +208,7 @@ def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any
 
 
 def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[PathPart, Any]]:
-    """Yield the members of a value in which a state_dict may lie deeper."""
+    """Yield the members of a value in which a state_dict may be nested."""
     members: Iterable[tuple[Any, Any]] = ()
     if mapping is not None and not is_module(value):
         members = mapping.items()
@@ -222,19 +222,19 @@ def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[P
 
 
 def _holds_more(value: Any) -> bool:
-    """Return whether a tensor may lie in a value: not in rows of plain numbers, of which a log has a million."""
+    """Return whether a value may contain a tensor. Rows of plain numbers, of which a log may have a million, do not."""
     if isinstance(value, Opaque):
         return not value.cls.module.startswith("numpy.random")
     members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return any(isinstance(member, (TensorSpec, NumpyArray, dict, list, tuple, Opaque)) for member in members)
 
 
+# Keys of statistics that normalise inputs. A norm of torch has `num_batches_tracked` too.
 _FIGURES = frozenset({"mean", "var", "std", "count", "min", "max", "running_mean", "running_var"})
-"""Names of what is normalised with. A norm of torch has ``num_batches_tracked`` too."""
 
 
 def _is_set(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping holds more than single numbers, random states, or the figures of its inputs."""
+    """Return whether a mapping has more than single numbers, random states and statistics of inputs."""
     if _FIGURES.issuperset(mapping):
         return False
     held = [value for value in mapping.values() if isinstance(value, (TensorSpec, NumpyArray))]
@@ -246,9 +246,9 @@ def _is_set(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether tensors of torch make up at least half of a mapping, and more of them than it holds further down
-    (``{"state_dict": …, "mean": …}``, ``{"models": {"g": …, "d": …}, "step": …}``). Arrays may be figures beside the
-    weights."""
+    """Return whether at least half of a mapping's values are torch tensors, and more than are nested in the others
+    (unlike ``{"state_dict": …, "mean": …}`` and ``{"models": {"g": …, "d": …}, "step": …}``). Arrays do not count: they
+    may be statistics beside the weights."""
     direct = sum(isinstance(value, TensorSpec) for value in mapping.values())
     if 2 * direct < len(mapping) or any(_count_tensors(_mapping(mapping.get(name)) or {}) for name in PREFERRED):
         return False
@@ -258,7 +258,7 @@ def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tuple[PathPart, ...], dict[Any, Any]]:
-    """Return what was found without tensors that lie loose around weights, and without arrays beside tensors."""
+    """Return the found mappings that may be weights, without loose tensors around them and arrays beside tensors."""
     sets = {path: mapping for path, mapping in found.items() if _is_set(mapping)}
     if not sets:
         held = [*tensors_in([*found.values()]), *arrays_in([*found.values()])]
@@ -273,7 +273,7 @@ def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tu
 
 def _is_tensor(value: Any) -> bool:
     if isinstance(value, dict) and value.get("class") == SCRIPT_OBJECT:
-        return True  # packed weights as FIL102 writes them
+        return True  # packed weights in the form that FIL102 writes
     return isinstance(value, (TensorSpec, NumpyArray)) or is_script_object(value) or bool(composed_class(value))
 
 
@@ -283,7 +283,7 @@ def _count_tensors(mapping: Mapping[Any, Any]) -> int:
 
 
 def _packs_several(value: Any) -> bool:
-    """Return whether a value holds packed parameters: tensors, or lists of them, as in quantised LSTMs."""
+    """Return whether a value is a tuple of packed parameters: tensors, or lists of them, as in quantised LSTMs."""
     return isinstance(value, tuple) and any(
         _is_tensor(item) or (isinstance(item, list) and any(map(_is_tensor, item[:LIST_LIMIT])))
         for item in value[:LIST_LIMIT]
@@ -292,7 +292,8 @@ def _packs_several(value: Any) -> bool:
 
 
 def _named_by_model(root: Any) -> tuple[Words, ...]:
-    """Return what else names the tensors of the only list of floats in a file: the parameters of a model."""
+    """Return the advice to name the tensors of the only list of floats in a file by a model's parameters; empty if
+    there is no such list."""
     lists = [path for path, tensors in listed_sets(root) if all(DTYPES[each.dtype].is_float for each in tensors)]
     if len(lists) != 1 or not lists[0]:
         return ()
@@ -311,9 +312,11 @@ def _pick(
     name: str,
     narrow: bool,
 ) -> tuple[tuple[PathPart, ...], Any, dict[str, str] | None]:
-    """Return the place of the state_dict of this name, the state_dict, and None; or of the one with a set of keys under
-    this prefix or with the names of a list of tensors, and the keys of that set with their names. Without ``narrow``
-    also a list without names, whose places are its keys."""
+    """Return the path of the state_dict that ``name`` means, the state_dict, and the picked keys with their new names.
+
+    The name may be the path of a state_dict (then all of it is meant, and the third value is None), the prefix of some
+    of its keys, or the path of a list of tensors that has its names; without ``narrow`` also a list without names,
+    whose positions become keys. Raises ``UsageError`` if it is none of these."""
     for path, value in found.items():
         if name in (path_name(path), "/".join(map(str, path))):
             return path, value, None
@@ -349,14 +352,14 @@ def _pick(
 def _entries(
     document: Document, value: Mapping[Any, Any], path: tuple[PathPart, ...]
 ) -> tuple[dict[str, Any], list[Fact]]:
-    """Return the state_dict with text keys, numpy arrays as tensors where it holds no tensors of torch."""
+    """Return the state_dict with text keys, and arrays as tensors if it has no torch tensors; and remarks."""
     remarks: list[Fact] = []
     arrays_only = not any(isinstance(entry, TensorSpec) for entry in value.values())
     entries: dict[str, Any] = {}
     for number, (key, entry) in enumerate(value.items()):
         if is_of_training(entry):
-            continue  # an optimizer among the weights is beside them: who reads such a file takes it out
-        # Text of Python 2 is of a class of its own; that of a tensor would be another in every run.
+            continue  # the state of an optimizer among the weights is not a part of them
+        # Text of Python 2 has a class of its own; the text of a tensor would differ in every run.
         name = f"tensor{number}" if isinstance(key, TensorSpec) else str(key)
         if not isinstance(key, str):
             remarks.append(Fact.of(Kind.NON_STRING_KEY, path_name(path), key=name))
@@ -376,15 +379,15 @@ def _entries(
     return entries, remarks
 
 
-# Names under which trainers keep the weights to load, the most explicit first.
+# Names under which trainers store the weights to load, most explicit first.
 PREFERRED = tuple(
     "state_dict model_state_dict model model_state module net network net_state_dict weights params_ema params blobs "
     "generator backbone".split()
 )
 
 _AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")  # parts of names that mark an averaged set of weights
-FEW = 3  # tensors up to which what is beside the weights may be anything
-SHARE = 20  # part of the weights, one in that many elements, from which on what is beside them may be weights as well
+FEW = 3  # number of tensors beside the weights that is not reported
+SHARE = 20  # a set of at least one in this many of the elements of the weights may be weights too
 
 
 def is_averaged(*names: PathPart) -> bool:
@@ -393,14 +396,14 @@ def is_averaged(*names: PathPart) -> bool:
 
 
 def rank(candidate: Candidate) -> tuple[bool, int, int, int]:
-    """Raw weights before averaged ones, then by the preferred names, then the larger, then the less deep."""
+    """Return the sort key of a candidate: raw before averaged, preferred names, more tensors, less deep."""
     names = [str(part).lower() for part in candidate.path]
     known = [PREFERRED.index(name) for name in names if name in PREFERRED]
     return (is_averaged(*names), min(known, default=len(PREFERRED)), -candidate.tensors, len(names))
 
 
 def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
-    """Return the candidates that could be meant: not a random state, a table of means or losses beside the weights."""
+    """Return the candidates that may be meant, without random states and tables of means or losses beside weights."""
     largest = max((candidate.tensors for candidate in ranked), default=0)
     several = [candidate for candidate in ranked if 4 * candidate.tensors >= largest]
     return tuple([candidate for candidate in several if candidate.numel > candidate.tensors] or several)
@@ -409,11 +412,11 @@ def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
 def beside(
     ranked: list[Candidate], found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]], taken: tuple[PathPart, ...]
 ) -> Iterator[Fact]:
-    """Yield facts about what was not taken and has too few tensors for a set that could be meant, yet many elements and
-    the names that layers give to theirs: the parts of one model, where its state_dict is nested, or the smaller
-    network of two.
+    """Yield a fact for each candidate that was not taken and has too few tensors to be offered, but many elements and
+    keys like those of layers: a part of a nested state_dict, or the smaller of two networks.
 
-    ``found`` are the state_dicts themselves. Others are batches, tables of words, or what an optimizer keeps."""
+    ``found`` are the mappings of the candidates. Other candidates are batches, tables of words, or state of
+    optimizers."""
     sets = {*plausible(ranked), *(candidate for candidate in ranked if candidate.path == taken)}
     for candidate in ranked:
         is_large = SHARE * candidate.numel >= ranked[0].numel
@@ -427,7 +430,8 @@ def _unread(
     ranked: list[Candidate],
     found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]],
 ) -> Iterator[Fact]:
-    """Yield a fact if most tensors and elements are in no state_dict that is taken or offered, and in no optimizer."""
+    """Yield a fact if most tensors and elements are outside the state_dicts that are taken or offered, and outside
+    optimizers."""
     sets = plausible(ranked)
     offered = [found[candidate.path] for candidate in sets] if len(sets) > 1 else []
     read, known = (
@@ -443,19 +447,19 @@ def _unread(
 
 
 def _averages_in_lists(root: Any, path: tuple[PathPart, ...], state_dict: Mapping[Any, Any]) -> Iterator[Fact]:
-    """Yield a fact for each average of a state_dict that is a list of its parameters."""
+    """Yield a fact for each averaged set of a state_dict that is stored as a list of parameters."""
     for place, tensors in listed_sets(root):
         if is_averaged(*place) and names_in_order(tensors, parameters_of(state_dict)):
             yield Fact.of(Kind.LISTED_AVERAGE, path_name(place), names=path_name(path))
 
 
 def _sizes(root: Any) -> dict[int, int]:
-    """Return the number of elements of each tensor by its identity, except counters and the state of optimizers."""
+    """Return the number of elements of each tensor by its id, except for counters and the state of optimizers."""
     return {id(spec): spec.numel for spec in tensors_in(root, _is_apart) if spec.numel > 1}
 
 
 def _is_apart(value: Any) -> bool:
-    """Return whether a value is the state of an optimizer or of torch_ema, or one tensor that is made of several."""
+    """Return whether a value is the state of an optimizer or of torch_ema, or a tensor composed of others."""
     if isinstance(value, Opaque) and value.cls.module.startswith("torch._"):
         return True
     mapping = _mapping(value) or {}

@@ -1,5 +1,4 @@
-"""What a file says before anybody asks which state_dict in it is meant: the parsed root object, facts about the file,
-and what of a damaged one is whole."""
+"""A parsed file before a state_dict is chosen: the root object, facts about the file, and which parts are intact."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from ckptfix.errors import Opt, UnreadableError, damaged
 class Document(Struct):
     """A parsed file.
 
-    ``root`` is the inert object tree. ``metadata`` is torch's ``_metadata`` where the format carries it outside the
-    tree. ``names`` holds the globals that the file's pickles name, and once more with ``()`` after it
-    those that they call to do more than to construct a value; ``remarks`` what was noticed on the way.
+    ``root`` is the inert object tree. ``metadata`` is torch's ``_metadata`` if the format stores it outside the tree.
+    ``names`` are the globals that the file's pickles name, and again with ``()`` appended those that they call to do
+    more than construct a value. ``remarks`` are facts noticed while reading. ``producer`` is the program that wrote the
+    file (``torch 2.1 to 2.6``).
 
-    A reader goes on past damage as far as that is safe. ``damage`` then says what is wrong; tensors
-    whose bytes are gone lie in ``TornBytes``; and ``lost`` has keys that the tree does not hold at all, with their
-    specs, or None if only the name is known. ``producer`` says what wrote the file (``torch 2.1 to 2.6``).
-    ``doubtful`` has the sources of storages that are not whole, with the reason to doubt what is there of them;
-    ``copies`` are those of fp32 masters in the dtype of the training, by the key of the weight."""
+    Readers continue after damage as far as that is safe. ``damage`` is what is wrong; the bytes of lost tensors are
+    ``TornBytes``; ``lost`` has keys that are not in the tree, with their specs, or None if only the name is known.
+    ``doubtful`` has the sources of incomplete storages, with the reason to doubt the bytes that exist. ``copies`` are
+    copies of fp32 masters in the dtype of the training, by the key of the weight."""
 
     path: str
     format: str
@@ -47,12 +46,12 @@ class Document(Struct):
 def split_entries(
     document: Document, entries: Mapping[str, Any], salvage: bool
 ) -> tuple[dict[str, Any], dict[str, TensorSpec | None]]:
-    """Return the whole entries of a state_dict and the lost ones.
+    """Return the intact entries of a state_dict, and the specs of the lost ones.
 
-    Raises ``UnreadableError`` for a damaged file that is not to be salvaged, and where no tensor of it is whole."""
+    Raises ``UnreadableError`` if the file is damaged and not to be salvaged, or if no tensor is intact."""
     torn = {key: entry for key, entry in entries.items() if _has_torn(entry)}
     whole = {key: entry for key, entry in entries.items() if key not in torn}
-    # Of packed parameters, which hold several tensors, only the name is left.
+    # Packed parameters consist of several tensors, so only their name is given.
     lost = {key: entry if isinstance(entry, TensorSpec) else None for key, entry in torn.items()}
     lost.update({key: spec for key, spec in document.lost.items() if key not in whole})
     if not document.damage and not lost:
@@ -72,7 +71,7 @@ def split_entries(
 
 
 def doubtful_remarks(document: Document, entries: Mapping[str, Any]) -> list[Fact]:
-    """Return a remark for each whole tensor in a storage that is not whole."""
+    """Return a remark for each intact tensor in an incomplete storage."""
     return [
         Fact.of(Kind.DOUBTFUL_VALUES, key, cause=document.doubtful[storage.source])
         for key, entry in (entries.items() if document.doubtful else ())
@@ -83,7 +82,7 @@ def doubtful_remarks(document: Document, entries: Mapping[str, Any]) -> list[Fac
 
 
 def share_text(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None]) -> str:
-    """Return the share of the numbers that is whole, in brackets; nothing if not all sizes are known."""
+    """Return the share of the elements that is intact, in parentheses; empty if not all sizes are known."""
     if any(spec is None for spec in lost.values()):
         return ""
     kept = sum(spec.numel for spec in whole.values() if isinstance(spec, TensorSpec))
@@ -92,10 +91,10 @@ def share_text(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None]) 
 
 
 def without_torn(root: Any, container: tuple[PathPart, ...]) -> tuple[Any, list[tuple[PathPart, ...]]]:
-    """Return the container with everything left out that is beside the weights and holds a lost tensor, and its places.
+    """Return the container without members beside the weights that contain lost tensors, and the paths of these.
 
-    A dict loses the member, a list gets None in its place. The state_dict itself is not touched: its entries are the
-    checkpoint's."""
+    Members are removed from dicts and replaced by None in lists. The state_dict at path ``container`` is not
+    changed."""
     left_out: list[tuple[PathPart, ...]] = []
 
     def is_lost(child: Any, path: tuple[PathPart, ...]) -> bool:

@@ -1,9 +1,9 @@
-"""Sets of weights without names: a list of tensors that are a model's parameters in their order.
+"""Sets of weights without names: lists of a model's parameters in order.
 
-``torch_ema``, ``diffusers`` and score-based models keep an average as ``{"shadow_params": [tensor, …]}``, made of
-``model.parameters()``. The state_dict beside it has the same parameters in the same order, with buffers between them:
-if their shapes leave only one way to tell which is which, the tensors of the list get their names from it. Without one
-a rule asks the model."""
+``torch_ema``, ``diffusers`` and score-based models store an average as ``{"shadow_params": [tensor, …]}``, made from
+``model.parameters()``. The state_dict beside it has the same parameters in the same order, with buffers between them.
+If their shapes allow only one assignment, the tensors of the list get its names. Without a state_dict, a rule uses the
+model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ckptfix.core.checkpoint import PathPart, is_inside, path_name
 from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.reading.foreign.weightless import is_optimizer
 
-DEPTH = 4  # dicts around each other that are searched
+DEPTH = 4  # levels of nested dicts that are searched
 
 
 def listed_sets(
     value: Any, path: tuple[PathPart, ...] = ()
 ) -> Iterator[tuple[tuple[PathPart, ...], Sequence[TensorSpec]]]:
-    """Yield the lists of tensors in nested dicts, with their places; not those of optimizers."""
+    """Yield the lists of tensors in nested dicts with their paths, except those of optimizers."""
     if isinstance(value, dict) and len(path) <= DEPTH and not is_optimizer(value):
         for name, child in value.items():
             if isinstance(name, str) and isinstance(child, (dict, list, tuple)):
@@ -31,9 +31,10 @@ def listed_sets(
 
 
 def with_listed(root: Any, name: str, state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]] | None:
-    """Return a state_dict with the tensors of the list at a place, or of the first in what is there, each under a key
-    of its own beside the one whose name it gets; and that set: these keys and those of the buffers, with the names of
-    their tensors. None if there is no such list."""
+    """Return a state_dict with the tensors of the first list at or below path ``name`` added, and the set of weights
+    that they form with the buffers: its keys, with the names of the tensors in the model.
+
+    Each tensor gets a key of its own beside that of the same name. None if there is no such list."""
     for path, tensors in listed_sets(root):
         place = path_name(path)
         parameters = names_in_order(tensors, parameters_of(state_dict)) if is_inside(place, name) else None
@@ -52,7 +53,7 @@ def with_listed(root: Any, name: str, state_dict: Mapping[Any, Any]) -> tuple[di
 
 
 def parameters_of(state_dict: Mapping[Any, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the name and shape of each parameter of a state_dict in order, a tied one once."""
+    """Return the name and shape of each parameter of a state_dict in order, tied ones once."""
     specs = _specs(state_dict)
     aliases = {key for group in ties(specs) for key in group[1:]}
     return [
@@ -65,8 +66,8 @@ def parameters_of(state_dict: Mapping[Any, Any]) -> list[tuple[str, tuple[int, .
 def names_in_order(
     tensors: Collection[TensorSpec], parameters: Sequence[tuple[str, tuple[int, ...] | None]]
 ) -> list[str] | None:
-    """Return the name of each tensor of a list, by the order of the parameters and their shapes; None if these leave
-    several ways or none, or if most parameters are not in the list."""
+    """Return the name of each tensor of a list by the order and shapes of the parameters; None if the assignment is not
+    unique, or if half of the parameters or more are not in the list."""
     shapes = [tensor.shape for tensor in tensors]
     if not len(parameters) < 2 * len(shapes):
         return None
@@ -75,7 +76,7 @@ def names_in_order(
 
 
 def _matched(shapes: Iterable[tuple[int, ...]], parameters: Iterable[tuple[str, tuple[int, ...] | None]]) -> list[str]:
-    """Return the first parameter of each shape in turn, as far as there is one."""
+    """Return the name of the next parameter of each shape in turn, as far as there is one."""
     rest = iter(parameters)
     found = (next((key for key, own in rest if own == shape), None) for shape in shapes)
     return [key for key in found if key is not None]

@@ -1,9 +1,9 @@
-"""Tensors that lie beside a state_dict, in plain attributes of its modules, where no key names them.
+"""Tensors in plain attributes of modules, which are not in the state_dict.
 
 ``self.stride = torch.tensor(…)``, ``self.anchors = [tensor, …]`` and modules in a plain list are pickled with a whole
-model and with TorchScript, and ``Module.state_dict`` passes them over. Left aside is what is no loss: views of a named
-storage (``_flat_weights`` of an LSTM), what hooks work out of a parameter (``weight`` beside ``weight_g`` of
-weight_norm, ``weight_orig`` of spectral_norm and of pruning), caches, gradients, metrics, and an optimizer."""
+model and with TorchScript, but ``Module.state_dict`` skips them. Tensors that are no loss are ignored: views of a named
+storage (``_flat_weights`` of an LSTM), tensors that hooks compute from a parameter (``weight`` beside ``weight_g`` of
+weight_norm, ``weight_orig`` of spectral_norm and pruning), caches, gradients, metrics and optimizers."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.reading.weights.modules import is_module, module_parts
 
-# Attributes of torch's own that hold named tensors, or what hooks made of them.
+# torch's own attributes with named tensors, or tensors computed from them.
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})
 
-# Names of what a model keeps from its last run, or of what is around it.
+# Names of attributes with values of the last run, or of objects around the model.
 _PASSING = (
     r"(^|_)(hooks?|grads?|gradients?|cached?|caches|example|dummy|config|hparams|optimi[sz]ers?|optim|trainer)(_|$)"
 )
 
-# Classes whose tensors are no part of a model.
+# Classes whose tensors are not part of a model.
 _AROUND = r"torch\.(optim|utils\.data|Generator)|(pytorch_lightning|lightning|accelerate)\."
 
 
 def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str, Any]) -> list[Fact]:
-    """Return the remarks on the attributes of the module at a place of a file. ``entries`` are its state_dict.
+    """Return remarks on the attributes of the module at path ``container``; none for a plain state_dict.
 
-    None if a plain state_dict is there."""
+    ``entries`` is its state_dict."""
     module = value_at(root, container)
     return attribute_remarks(_Walk().gather(module), entries) if is_module(module) else []
 
 
 def own_attributes(module: Any) -> list[str]:
-    """Return the names of what the user's class keeps in a module beside parameters, buffers and modules: class names,
-    strides, a configuration. torch's own classes have none that a model needs."""
+    """Return the names of attributes that a user's class sets on a module besides parameters, buffers and modules:
+    class names, strides, a configuration. torch's own classes have none that a model needs."""
     if not is_module(module) or str(module.cls).startswith("torch."):
         return []
     return [
@@ -49,8 +49,8 @@ def own_attributes(module: Any) -> list[str]:
 
 
 def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any]) -> list[Fact]:
-    """Return a remark for each attribute with tensors of its own, and one if they outweigh the state_dict."""
-    # A storage and a view of a part of it are one run of bytes.
+    """Return a remark for each attribute with tensors of its own, and one if they are larger than the state_dict."""
+    # A storage and a view of a part of it share bytes.
     named = {id(part) for spec in tensors_in(entries) if spec.storage for part in (spec.storage, *spec.storage.parts)}
     loose: dict[tuple[object, ...], int] = {}
     remarks = []
@@ -70,11 +70,11 @@ def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any])
 
 
 class _Walk:
-    """One walk over a tree of modules: the tensors of each attribute, each object at the first place that it has."""
+    """Collects the tensors of attributes in a tree of modules, each object at its first place only."""
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
-        # Storages of parameters and buffers, the non-persistent ones too: they are not saved on purpose.
+        # Storages of parameters and buffers, including non-persistent ones, which are deliberately not saved.
         self.known: set[int] = set()
 
     def gather(self, root: Opaque) -> dict[str, list[TensorSpec]]:
@@ -92,7 +92,7 @@ class _Walk:
         return found
 
     def _modules(self, root: Opaque) -> Iterator[tuple[str, Opaque]]:
-        """Yield the modules that a state_dict walks, each once, in its order."""
+        """Yield the modules that have a place in the state_dict, each once, in its order."""
         pending: list[tuple[str, Any]] = [("", root)]
         while pending:
             prefix, module = pending.pop()
@@ -104,7 +104,7 @@ class _Walk:
             pending += [(f"{prefix}{name}.", child) for name, child in reversed([*parts["_modules"].items()])]
 
     def _tensors(self, value: Any) -> Iterator[TensorSpec]:
-        """Yield the tensors in the value of an attribute, also of a module that hides in a plain list."""
+        """Yield the tensors in the value of an attribute, also in modules inside a plain list."""
         pending = [value]
         while pending:
             value = pending.pop()
@@ -131,18 +131,18 @@ class _Walk:
 
 
 def _attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a module in which a tensor would be a loss."""
-    attributes: dict[Any, Any] = module.attributes  # of a crafted file, names may be no text
+    """Yield the attributes of a module whose tensors would be a loss."""
+    attributes: dict[Any, Any] = module.attributes  # in a crafted file, names may not be text
     if "_defaults" in attributes and "_persistent" in attributes:
-        return  # a metric of torchmetrics, which begins anew
+        return  # a metric of torchmetrics, which starts from zero
     parameters = attributes.get("_parameters")
     names = parameters if isinstance(parameters, dict) else {}
     for name, value in attributes.items():
         if not isinstance(name, str) or name in _OWN or re.search(_PASSING, name.lower()):
             continue
         if isinstance(value, TensorSpec):
-            # `original_inv_freq` comes and goes between releases as `inv_freq` does; and a hook computes `weight` from
-            # the parameter `weight_v` or `weight_orig` beside it.
+            # Only some releases have `original_inv_freq`, like `inv_freq`; and hooks compute `weight` from the
+            # parameter `weight_v` or `weight_orig`.
             sources = (other for key, other in names.items() if str(key).startswith(f"{name}_"))
             is_computed = any(isinstance(other, TensorSpec) and other.numel == value.numel for other in sources)
             if is_computed or any(is_transient(leaf, value.shape) for leaf in (name, name.partition("_")[2])):

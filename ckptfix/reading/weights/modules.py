@@ -1,9 +1,9 @@
-"""The state_dict of a pickled nn.Module whose class stays closed.
+"""The state_dict of a pickled nn.Module, without its class.
 
-torch.save(model) writes every module as its class's name and its instance dict. ``_parameters``, ``_buffers`` and
-``_modules`` in there are what ``Module.state_dict`` looks at (``torch/nn/modules/module.py``), so the weights come
-out without the class. Classes of torch that pickle otherwise, or add to their state_dict, are known here and in
-``quantized_modules``; what a class from elsewhere adds in code of its own is not in the file."""
+torch.save(model) writes every module as the name of its class and its instance dict. ``Module.state_dict`` uses only
+``_parameters``, ``_buffers`` and ``_modules`` of that dict (``torch/nn/modules/module.py``), so the weights can be read
+without the class. Classes of torch that pickle in other ways, or add entries to their state_dict, are handled here and
+in ``quantized_modules``. Entries that other classes add in their own code are not in the file."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from ckptfix.reading.weights.quantized_modules import (
 )
 
 DEPTH_LIMIT = 200
-# Modules and tensors in one tree: each place of a shared one counts, and nested shared ones have 2^depth places.
+# Modules and tensors in a tree: each place of a shared one counts, and nested shared modules have 2^depth places.
 PLACE_LIMIT = 200_000
-# Modules met again, which cost a small file nothing.
+# Repeated places of shared modules, which take almost no bytes in a file.
 REPEAT_LIMIT = 20_000
 
-# What torch.compile makes of a module: it pickles as a call with the module that it wraps.
+# The class of a module after torch.compile, which pickles as a call with the wrapped module.
 COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 
-# What a lazy module has in place of weights before its first forward pass.
+# The classes of a lazy module's weights before its first forward pass.
 UNINITIALIZED = frozenset({"torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer"})
 
-# What a module has of its weights and of the modules in it, in this order.
+# The attributes with a module's weights and submodules, in this order.
 PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -45,16 +45,16 @@ def is_module(value: Any) -> bool:
 
 
 def is_uninitialized(value: Any) -> bool:
-    """Return whether a value is the parameter or buffer of a lazy module that never ran, so that it has no shape."""
+    """Return whether a value is the parameter or buffer of a lazy module that never ran, which has no shape."""
     return isinstance(value, Opaque) and str(value.cls) in UNINITIALIZED
 
 
 def module_state_dict(module: Opaque, path: str) -> OrderedDict[str, Any]:
-    """Return the state_dict of an inert module in torch's order, without its non-persistent buffers, with ``_metadata``
-    as attribute.
+    """Return the state_dict of an inert module in torch's order, without non-persistent buffers, with ``_metadata`` as
+    an attribute.
 
-    Most entries are ``TensorSpec``; those of quantised modules may be tuples, dtypes and closed objects, as in torch.
-    A part that no rule here takes apart is under the module's own name, as the closed object that it is."""
+    Most entries are ``TensorSpec``; those of quantised modules may be tuples, dtypes and opaque objects, as in torch.
+    Submodules of unknown form are opaque objects under their own names."""
     gatherer = _Gatherer(path)
     gatherer.gather(module, "", 0)
     gatherer.entries.__dict__["_metadata"] = gatherer.metadata
@@ -68,13 +68,13 @@ def module_parts(value: Any) -> Mapping[str, Any] | None:
     if str(value.cls) == COMPILED and not value.attributes and value.args and is_module(value.args[0]):
         return {"_parameters": {}, "_buffers": {}, "_modules": {"_orig_mod": value.args[0]}}
     if isinstance(value.state, tuple) and any(True for _ in packed_entries(value, {})):
-        return {"_parameters": {}, "_buffers": {}, "_modules": {}}  # it packs itself
+        return {"_parameters": {}, "_buffers": {}, "_modules": {}}  # a class that pickles itself as a tuple
     attributes = value.attributes
     return attributes if all(isinstance(attributes.get(name), dict) for name in PARTS) else None
 
 
 class _Gatherer(Struct):
-    """One walk over a tree of modules."""
+    """Collects the state_dict of a tree of modules."""
 
     path: str
     entries: OrderedDict[str, Any] = field(default_factory=OrderedDict)
@@ -84,7 +84,7 @@ class _Gatherer(Struct):
     repeats: int = 0
 
     def gather(self, module: Opaque, prefix: str, depth: int) -> None:
-        """Take up a module and what is below it."""
+        """Add the entries of a module and its submodules."""
         self.repeats += id(module) in self.seen
         self.seen.add(id(module))
         too_many = len(self.metadata) + len(self.entries) > PLACE_LIMIT or self.repeats > REPEAT_LIMIT
@@ -115,7 +115,7 @@ class _Gatherer(Struct):
             self.entries[f"{prefix}{name}"] = value
 
     def _holds_tensors(self, value: Any, depth: int = 0) -> bool:
-        """Return whether an object other than a module has, or may have, weights close below: the search is bounded."""
+        """Return whether an object that is not a module contains tensors, or may: the search is bounded."""
         self.looks -= 1
         if isinstance(value, TensorSpec) or self.looks < 0:
             return True
@@ -130,10 +130,10 @@ class _Gatherer(Struct):
 
 
 def _row(module: Opaque, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a module in ``_metadata``. Versions are class attributes and not in the file.
+    """Return the row of a module in ``_metadata``. Versions are class attributes, which are not in the file.
 
-    Only the batch norms, when they got their count (0.4.1), and some modules for quantisation ever left version 1; the
-    hook of ``spectral_norm`` adds its own."""
+    Only batch norms (since they count batches, torch 0.4.1) and some quantised modules have versions above 1. The hook
+    of ``spectral_norm`` adds its own version."""
     version = 2 if "num_batches_tracked" in parts["_buffers"] else quantized_version(module) or 1
     row: dict[str, Any] = {"version": version}
     hooks = parts.get("_state_dict_hooks")

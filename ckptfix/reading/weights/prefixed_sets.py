@@ -1,8 +1,8 @@
-"""Sets of weights that lie beside each other in one state_dict, each under a prefix of its own.
+"""Several sets of weights in one state_dict, each under a prefix of its own.
 
-A trainer that keeps two networks in one module saves both: `student.` and `teacher.`, `encoder_q.` and `encoder_k.`,
-`model.` and `ema_model.`, or the plain names beside those under `ema_model.`. Whether a model has both is not in the
-file, so that nothing here decides; ``--weights PREFIX`` does."""
+A trainer with two networks in one module saves both: `student.` and `teacher.`, `encoder_q.` and `encoder_k.`, `model.`
+and `ema_model.`, or plain names beside those under `ema_model.`. The file does not show whether the model needs both,
+so nothing is decided here; ``--weights PREFIX`` does."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
 from ckptfix.errors import UsageError
 
-PLAIN = "plain"  # the name of the set that has no prefix, beside one that does
-MANGLED = "ema"  # what the set is called whose keys mmcv's `EMAHook` writes beside the plain ones: `ema_out_weight`
+PLAIN = "plain"  # the name of a set without a prefix, beside one with a prefix
+MANGLED = "ema"  # the name of the set that mmcv's `EMAHook` writes beside the plain one: `ema_out_weight`
 
-# Share of the tensors of either set that the other one has too, by name and shape, from which on both are of one
-# network.
+# Two sets are of one network if each has at least this share of the other's tensors, by name and shape.
 ALIKE = 0.9
-DEPTH = 3  # segments of a prefix at most, where it is looked for
+DEPTH = 3  # most segments of a prefix
 
-# Words in the names of networks that follow another one while it is trained, and what the name of that one has in their
-# place; empty if it lacks the word. A letter is such a word only at the end.
+# Words in the names of networks that follow another one (the leader) during training, each with the words in its place
+# in the leader's name; empty if that has none. Single letters count only at the end.
 _LEADERS = {
     **dict.fromkeys(("ema", "averaged", "average", "swa", "shadow", "m"), ("", "online")),
     "teacher": ("student", ""),
@@ -37,8 +36,9 @@ _LEADERS = {
 
 
 def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
-    """Return the keys of the set of this name, each with what it is called without the prefix; none if there is no
-    such set. The name may leave out what most keys begin with: `teacher` for `module.teacher.`."""
+    """Return the keys of the set with this name, each with its name without the prefix; empty if there is no such set.
+
+    The name may omit a prefix that most keys have: `teacher` for `module.teacher.`."""
     if name == PLAIN:
         copies = copied_under(keys)
         names = {key: key if copies else bare(key) for key in keys}  # a wrapper is not a set
@@ -59,7 +59,7 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
     if found := {key: key[len(prefix) :] for key in keys if key.startswith(prefix)}:
         return found
     outer = {key[:at] for key in keys if (at := f".{key}".find(f".{prefix}")) > 0}
-    middle = sorted(keys)[len(keys) // 2] if outer else ""  # begins with whatever most of the keys begin with
+    middle = sorted(keys)[len(keys) // 2] if outer else ""  # has every prefix that most keys have
     wide = [
         front
         for front in outer
@@ -70,11 +70,12 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
 
 
 def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
-    """Return the keys of an average whose names lost their dots, each with the name that it had, and with them what
-    is not averaged, as the buffers are; none if there is no such set.
+    """Return the keys of an averaged set whose names lost their dots, each with its original name, and those of tensors
+    that are not averaged, such as buffers; empty if there is no such set.
 
-    ``LitEma`` of latent diffusion writes ``model_ema.outweight`` for ``model.out.weight``, and in an autoencoder, which
-    it averages whole, for ``out.weight``; mmcv's ``EMAHook`` ``ema_out_weight``. Their counters are not weights."""
+    ``LitEma`` of latent diffusion writes ``model_ema.outweight`` for ``model.out.weight``, or for ``out.weight`` in an
+    autoencoder, which it averages as a whole; mmcv's ``EMAHook`` writes ``ema_out_weight``. Their counters are not
+    weights."""
     if name == MANGLED:
         forms = [("", f"{name}_", "_")]
     else:
@@ -86,7 +87,7 @@ def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
         names = [key[len(leader) :] for key in keys if key.startswith(leader) and key not in own]
         found = {key: plain for plain in names if (key := front + plain.replace(".", sign)) in own}
         if len(found) < 2 or len(found) < ALIKE * (len(own) - 2) or 3 * len(found) <= len(names):
-            continue  # of a convolution with its norm, half are buffers
+            continue  # in a convolution with its norm, half of the tensors are buffers
         if any("." in plain for plain in names):
             alone = set(names).difference(found.values())
             rest = {leader + plain: plain for plain in alone}
@@ -95,7 +96,7 @@ def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
 
 
 def _averages(keys: Collection[str]) -> frozenset[str]:
-    """Return the keys of an average of all that is beside it, whose names lost their dots, and its counters."""
+    """Return the keys of an averaged set of all other keys, whose names lost their dots, and those of its counters."""
     for name in (MANGLED, *filter(is_follower, sorted({key.partition(".")[0] for key in keys}))):
         if own := {key for key, plain in _mangled(keys, name).items() if key != plain and plain in keys}:
             return frozenset(own if name == MANGLED else (key for key in keys if key.startswith(f"{name}.")))
@@ -103,7 +104,7 @@ def _averages(keys: Collection[str]) -> frozenset[str]:
 
 
 def _in_place(keys: Collection[str], name: str, mangled: dict[str, str]) -> dict[str, str]:
-    """Return the keys of an average under the names of its network, and those of other parts beside the two."""
+    """Return the keys of an averaged set with the names of its network, and those of other parts of the model."""
     own, known = f"{name}.", set(keys)
     leader = next((front for front in _leaders(own) if any(front + plain in known for plain in mangled.values())), "")
     if not leader or all(key.startswith((leader, own)) for key in keys):
@@ -116,10 +117,10 @@ def _in_place(keys: Collection[str], name: str, mangled: dict[str, str]) -> dict
 
 
 def copied_under(keys: Collection[str], sizes: Mapping[str, int] | None = None) -> tuple[str, ...]:
-    """Return the prefixes under which most of the keys that stand beside them stand once more; ``sizes`` are those of
-    all prefixes, if they are known."""
+    """Return the prefixes under which most of the other keys occur again; ``sizes`` are the numbers of keys under all
+    prefixes, if they are known."""
     sizes = _sizes(keys) if sizes is None else sizes
-    # Where it has a third of all keys or less, its twins are no more than half of those beside it.
+    # A prefix with at most a third of all keys cannot repeat more than half of the others.
     large = [prefix for prefix, size in sizes.items() if 3 * size > len(keys)]
     known = set(keys) if large else ()
     twins = Counter(
@@ -131,14 +132,14 @@ def copied_under(keys: Collection[str], sizes: Mapping[str, int] | None = None) 
 
 
 def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
-    """Return the names of the two sets that make up most of a state_dict, where one follows the other by its name and
-    has the same tensors, in modules of the same names; none if there are no such."""
+    """Return the names of two sets that make up most of a state_dict, of which one follows the other by its name and
+    has the same tensors; empty if there are none."""
     sizes = _sizes(specs)
     if _mangled(specs, MANGLED):
         return (PLAIN, MANGLED)
     for prefix, size in sizes.items():
         if 5 * size < len(specs):
-            continue  # of two sets of about one size that make up most of it, each has more
+            continue  # each of two sets of similar size that make up most of it has more
         if mangled := _mangled(specs, prefix[:-1]):
             plain = next(iter(mangled.values()))
             return (next((key[:-1] for key in _leaders(prefix) if key + plain in specs), PLAIN), prefix[:-1])
@@ -157,17 +158,17 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
 
 
 def lost_dots(keys: Collection[str], name: str) -> bool:
-    """Return whether the set of this name is an average whose names lost their dots."""
+    """Return whether the set with this name is an averaged one whose names lost their dots."""
     return bool(_mangled(keys, name))
 
 
 def is_follower(name: str) -> bool:
-    """Return whether the name is that of a network which follows another one in training, as its average does."""
+    """Return whether a name is that of a network that follows another one in training, such as its average."""
     return bool(_following(name.rpartition(".")[2].split("_")))
 
 
 def with_pick(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Return the checkpoint with this set picked. Raises ``UsageError`` if no key has such a prefix."""
+    """Return the checkpoint with the set of this name picked. Raises ``UsageError`` if there is none."""
     picked = keys_of_set(checkpoint.entries, name)
     if not any(isinstance(checkpoint.entries[key], TensorSpec) for key in picked):
         raise UsageError(f"{checkpoint.path}: it has no weights under {name!r}; give the prefix of one set of its keys")
@@ -175,7 +176,7 @@ def with_pick(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def narrowed(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with only the picked set, under its names without the prefix."""
+    """Return the checkpoint with only the picked set, without its prefix; the same if none is picked."""
     if checkpoint.picked is None:
         return checkpoint
     entries = {name: checkpoint.entries[key] for key, name in checkpoint.picked.items()}
@@ -184,7 +185,7 @@ def narrowed(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _sizes(keys: Collection[str]) -> dict[str, int]:
-    modules = Counter([key[: key.rfind(".") + 1] for key in keys])  # far fewer, and each has the prefixes of its keys
+    modules = Counter([key[: key.rfind(".") + 1] for key in keys])  # far fewer than keys, with the same prefixes
     sizes: dict[str, int] = {}
     for module, number in modules.items():
         position = 0
@@ -198,13 +199,13 @@ def _sizes(keys: Collection[str]) -> dict[str, int]:
 
 
 def _following(words: list[str]) -> dict[int, tuple[str, ...]]:
-    """Return where a word of a follower is among those of a name, with what its leader has there."""
+    """Return the positions of a follower's words in a name, each with the words of its leader."""
     known = {at: _LEADERS[word.lower()] for at, word in enumerate(words) if word.lower() in _LEADERS}
     return {at: leaders for at, leaders in known.items() if len(words[at]) > 1 or 0 < at == len(words) - 1}
 
 
 def _leaders(prefix: str) -> Iterator[str]:
-    """Yield what the network may be called that this one follows: `a.net.` for `a.teacher_net.`."""
+    """Yield the possible prefixes of the network that this one follows: `a.net.` for `a.teacher_net.`."""
     parent, dot, name = prefix[:-1].rpartition(".")
     words = name.split("_")
     for at, leaders in _following(words).items():
@@ -216,11 +217,12 @@ def _leaders(prefix: str) -> Iterator[str]:
 
 
 def _under(specs: Mapping[str, TensorSpec], prefix: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors under a prefix, by what follows it."""
+    """Return the shapes of the tensors under a prefix, by their names without it."""
     return {key[len(prefix) :]: spec.shape for key, spec in specs.items() if key.startswith(prefix)}
 
 
 def _are_alike(one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether both are of one network, and not of single layers, which two heads of a model are as well."""
+    """Return whether two sets of shapes are of one network. Single layers do not count: two heads of a model may be
+    alike."""
     common = sum(other.get(name) == shape for name, shape in one.items())
     return common > 1 and common >= ALIKE * max(len(one), len(other)) and any("." in name for name in one)

@@ -1,10 +1,10 @@
-"""What torch's quantised modules put into a state_dict beside their parameters and buffers.
+"""The entries that torch's quantised modules add to a state_dict besides their parameters and buffers.
 
-Their weights lie packed for a kernel in a ``torch.ScriptObject``, and ``Module.state_dict`` asks the module's own
-``_save_to_state_dict`` to take them out. Here the same is done by class (``torch/ao/nn/quantized``, which was
-``torch/nn/quantized`` before 1.13, and ``torch/nn/intrinsic/quantized``), in torch's order. What only a ScriptObject
-can hold, the weights of recurrent layers, stays one, and FIL102 says that no file can hold it. Whole models and
-TorchScript give the same keys and values."""
+Their weights are packed for a kernel in a ``torch.ScriptObject``, and the module's own ``_save_to_state_dict`` unpacks
+them. The same is done here by class (``torch/ao/nn/quantized``, which was ``torch/nn/quantized`` before 1.13, and
+``torch/nn/intrinsic/quantized``), in torch's order. The weights of recurrent layers have no other form than a
+ScriptObject, so they stay one, and FIL102 reports that no file can store it. Whole models and TorchScript give the same
+keys and values."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def is_packed_convolution(value: Any) -> bool:
 
 
 def is_script_object(value: Any) -> bool:
-    """Return whether a value is a ``torch.ScriptObject``, which no file for ``weights_only=True`` can hold."""
+    """Return whether a value is a ``torch.ScriptObject``, which ``weights_only=True`` never loads."""
     return isinstance(value, Opaque) and str(value.cls) == SCRIPT_OBJECT
 
 
 def composed_class(value: Any) -> str:
-    """Return the class of a tensor that is made of other tensors, as torchao's quantised weights are; empty for all
-    else.
+    """Return the class of a tensor that is composed of other tensors, such as torchao's quantised weights; empty for
+    anything else.
 
-    Only that class puts its parts together (``_rebuild_wrapper_subclass``). A dict of them, as FIL102 writes it, is
-    known too: it loads into no model either."""
+    Only the class can compose its parts (``_rebuild_wrapper_subclass``). A dict of them, which FIL102 writes, is
+    recognised too: it does not load into a model either."""
     if isinstance(value, dict) and str(value.get("class")).endswith("._rebuild_from_type_v2"):
         args = value.get("args")
     elif isinstance(value, Opaque) and value.cls.name == "_rebuild_from_type_v2":
@@ -67,27 +67,27 @@ _LOW_BIT = r"torchao\.(optim|prototype\.low_bit_optim)\.subclass_\w+\.OptimState
 
 
 def is_low_bit_moment(name: str) -> bool:
-    """Return whether a class is one of torchao's for the moments of its 4-bit, 8-bit and fp8 optimizers, which ``import
-    torchao`` allows under ``weights_only=True``."""
+    """Return whether a class is one of torchao's for the moments of 4-bit, 8-bit and fp8 optimizers, which
+    ``weights_only=True`` allows after ``import torchao``."""
     return re.fullmatch(_LOW_BIT, name) is not None
 
 
 def rebuilding_call(value: Any) -> str:
-    """Return the unknown function by which a file makes a tensor of a storage: one of a later torch or of the user's
-    own, or a name that is misspelt in the file. Empty for anything else."""
+    """Return the unknown function with which a file builds a tensor from a storage: one of a later torch, of the user's
+    own code, or with a damaged name. Empty for anything else."""
     if not isinstance(value, Opaque) or not any(isinstance(part, TypedStorage) for part in value.args):
         return ""
     return str(value.cls)
 
 
 def part_names(value: Any) -> list[str]:
-    """Return what the tensors are called that a composed tensor is made of."""
+    """Return the names of the tensors that a composed tensor consists of."""
     state = value.args[3] if isinstance(value, Opaque) and len(value.args) > 3 else None
     return [str(name) for name, part in state.items() if holds_tensors(part)] if isinstance(state, dict) else []
 
 
 def quantized_version(module: Opaque) -> int | None:
-    """Return the version of a quantised module's class, None if it is not one that ever left version 1."""
+    """Return the version of a quantised module's class; None for other classes and for version 1."""
     name = str(module.cls)
     if re.fullmatch(_OBSERVER, name):
         return 3
@@ -104,7 +104,7 @@ def quantized_version(module: Opaque) -> int | None:
 
 
 def packed_entries(module: Opaque, children: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries that stand between a module's buffers and its children. ``children`` are its ``_modules``."""
+    """Yield the entries between a module's buffers and its submodules. ``children`` are its ``_modules``."""
     attributes = module.attributes
     if is_packed_convolution(module):
         weight, bias, scale, zero_point, _ = module.state[-5:]
@@ -128,17 +128,17 @@ def packed_entries(module: Opaque, children: Mapping[str, Any]) -> Iterator[tupl
 
 
 def packed_attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
-    """Yield the entries after a module's children: the packed weights that torch.fx hangs on a graph."""
+    """Yield the entries after a module's submodules: the packed weights that torch.fx sets on a graph module."""
     if re.match(_QUANTIZED, str(module.cls)):
         return
     attributes = module.attributes
-    for name in sorted(map(str, attributes)):  # a crafted instance dict may have keys that are no text
+    for name in sorted(map(str, attributes)):  # in a crafted file, keys may not be text
         if "_packed_weight" in name and is_script_object(attributes.get(name)):
             yield name, attributes[name]
 
 
 def _contents(value: Any) -> Any:
-    """Return what a ScriptObject was pickled with: its state is ``(contents, class)``."""
+    """Return the contents of a ScriptObject, whose state is ``(contents, class)``."""
     state = value.state if is_script_object(value) else None
     return state[0] if isinstance(state, tuple) and len(state) == 2 else None
 
@@ -167,7 +167,7 @@ def _embedding(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _reference(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what ``_save_weight_qparams`` saves; TorchScript has numbers for the scheme and the dtype."""
+    """Yield the entries of ``_save_weight_qparams``; TorchScript stores the scheme and dtype as numbers."""
     buffers = attributes.get("_buffers")
     scheme = _numbered(_SCHEMES, attributes["weight_qscheme"])
     yield "weight_qscheme", scheme
@@ -180,7 +180,7 @@ def _reference(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, buffers[name]
 
 
-# By their numbers in c10/core/QScheme.h and c10/core/ScalarType.h.
+# The numbers in c10/core/QScheme.h and c10/core/ScalarType.h.
 _SCHEMES = {
     0: "per_tensor_affine",
     1: "per_channel_affine",
@@ -196,7 +196,7 @@ def _numbered(names: Mapping[int, str], number: Any) -> Any:
 
 
 def _scale(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """``torch.tensor(scale)`` and ``torch.tensor(zero_point)`` of the numbers that the module keeps."""
+    """Yield ``torch.tensor(scale)`` and ``torch.tensor(zero_point)`` from the numbers of a module."""
     scale, zero_point = attributes.get("scale"), attributes.get("zero_point")
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         yield "scale", _scalar("float32", "<f", scale)
@@ -207,6 +207,6 @@ def _scale(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _scalar(dtype: str, form: str, value: float) -> TensorSpec:
     try:
         data = struct.pack(form, value)
-    except OverflowError:  # more than float32 can hold is infinite, as torch has it
+    except OverflowError:  # too large for float32, which torch makes infinite
         data = struct.pack(form, math.copysign(math.inf, value))
     return TensorSpec(dtype, (), (), Storage("scalar", MemoryBytes(data)))
