@@ -1,4 +1,4 @@
-"""What is different between two checkpoints: names, specs, values, ties, ``_metadata`` and what is beside them."""
+"""Compares two checkpoints: names, specs, values, ties, ``_metadata`` and everything outside the state_dict."""
 
 from ckptfix.comparison.compare import diff
 from ckptfix.comparison.difference import Difference, difference_lines

@@ -1,9 +1,9 @@
-"""The comparison from top to bottom: open both, pair the tensors, compare what is paired.
+"""The comparison from top to bottom: open both files, pair the tensors, compare the pairs.
 
-pair       by name; then, among the rest, by bytes (renames)
+pair       by name, and the rest by bytes (renames)
 specs      shapes and dtypes of the pairs
-values     in blocks, so that no tensor is held as a whole; then the checksums of both files, where they have them
-the rest   ties, entries that are not tensors, _metadata, what is beside the state_dict"""
+values     in blocks, so that no tensor is in memory as a whole; then the checksums of both files, if they have any
+the rest   ties, entries that are not tensors, _metadata, everything outside the state_dict"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Form = tuple[str, tuple[int, ...]]
 
 
 def find_renames(only_a: Mapping[str, TensorSpec], only_b: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of keys with the same bytes, in the order of A. Raises ``UnreadableError`` for lost bytes."""
+    """Yield pairs of keys with the same bytes, in the order of A. Raises ``UnreadableError`` for missing bytes."""
     kinds = {_kind(spec) for spec in only_a.values()} & {_kind(spec) for spec in only_b.values()}
     b_keys: dict[tuple[Form, bytes], list[str]] = {}
     for key, digest in _digests(only_b, kinds):
@@ -62,7 +62,7 @@ def _digests(specs: Mapping[str, TensorSpec], kinds: set[Form]) -> Iterator[tupl
 
 
 def _match(a_keys: Sequence[str], b_keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Pair keys of the same bytes (many biases are nothing but zeros): by the longest common end, then in order."""
+    """Pair keys with the same bytes (many biases are all zeros): by the longest common suffix, then in order."""
     left, right = dict.fromkeys(a_keys), dict.fromkeys(b_keys)
     longest = max(key.count(".") + 1 for key in a_keys)
     for length in range(min(longest, _MAX_TAIL), -1, -1):
@@ -94,12 +94,12 @@ def diff(
     atol: float = 0.0,
     rtol: float = 0.0,
 ) -> Difference:
-    """Compare two checkpoints, each a file or a state_dict; no file is loaded whole, and none of its code runs.
+    """Compare two checkpoints, each a file or a state_dict, without loading a file as a whole or running its code.
 
-    ``weights`` picks the state_dict of A by its name in the container, ``other_weights`` that of B (the same as A's
-    unless given). ``atol`` and ``rtol`` are tolerances as ``torch.allclose`` takes them: a tensor within them counts
-    as equal. ``values=False`` reads no tensor, so that only names and specs are compared. Raises ``UnreadableError``
-    for a file that cannot be read, and ``UsageError`` for a tolerance without meaning."""
+    ``weights`` selects the state_dict of A by its name in the container, ``other_weights`` that of B (default: the same
+    as A's). ``atol`` and ``rtol`` are tolerances as in ``torch.allclose``: a tensor within them counts as equal.
+    ``values=False`` compares only names and specs, without reading a tensor. Raises ``UnreadableError`` for a file that
+    cannot be read, and ``UsageError`` for an invalid tolerance."""
     if not (atol >= 0 and rtol >= 0 and atol < float("inf") and rtol < float("inf")):
         raise UsageError(f"the tolerances are {atol:g} and {rtol:g}; give finite numbers of at least 0")
     first, second = _opened(a, weights, salvage), _opened(b, other_weights or weights, salvage)
@@ -113,7 +113,7 @@ def _opened(source: Source, weights: str | None, salvage: bool) -> Checkpoint:
 
 
 def compare(a: Checkpoint, b: Checkpoint, *, values: bool = True, tolerance: Tolerance = EXACT) -> Difference:
-    """Compare two open checkpoints; the settings are those of ``diff``."""
+    """Compare two open checkpoints; the arguments are those of ``diff``."""
     pairs = [Pair(key, spec, b.specs[key]) for key, spec in a.specs.items() if key in b.specs]
     only_a = {key: spec for key, spec in a.specs.items() if key not in b.specs}
     only_b = {key: spec for key, spec in b.specs.items() if key not in a.specs}
@@ -146,7 +146,7 @@ def compare(a: Checkpoint, b: Checkpoint, *, values: bool = True, tolerance: Tol
 
 
 def _ties(a: Checkpoint, b: Checkpoint, renamed: Mapping[str, str]) -> tuple[Ties, Ties]:
-    """Return the ties that only one side has, under the names of B, among the tensors that both have."""
+    """Return the ties that only one side has, under the names of B, among tensors on both sides."""
     left = [tuple(renamed.get(key, key) for key in group) for group in ties(a.specs)]
     right = ties(b.specs)
     both = {renamed.get(key, key) for key in a.specs} & b.specs.keys()
@@ -171,7 +171,7 @@ def _side(checkpoint: Checkpoint, read_values: bool) -> Side:
     )
 
 
-LIMIT = 100_000  # places that are listed; no user reads more
+LIMIT = 100_000  # differing places to list; nobody reads more
 _DEPTH = 200
 _TOO_DEEP = "nested too deep to compare"
 
@@ -180,13 +180,13 @@ Place = tuple[PathPart, ...]
 
 
 def compare_extras(a: Checkpoint, b: Checkpoint, read_values: bool, tolerance: Tolerance = EXACT) -> Texts:
-    """Return what differs beside the two state_dicts, by place; the texts in a header of safetensors lie there too."""
+    """Return what differs outside the two state_dicts, by place, including the texts in a safetensors header."""
     if a.path == b.path:
-        return {}  # two sets of weights of one file, each beside the other
+        return {}  # two sets of weights in one file, each outside the other
     beside = [_without(side.root, side.container) for side in (a, b)]
     notes = [{mark.place: mark.data["text"] for mark in side.remarked(Kind.NOTE)} for side in (a, b)]
     for texts in notes:
-        texts.pop("format", None)  # says "pt", and is the form's and not the weights'
+        texts.pop("format", None)  # "pt", required by the file format
     return {
         **_texts(_differences(beside[0], beside[1], (), read_values, tolerance)),
         **_texts(_differences(notes[0], notes[1], ("__metadata__",), read_values)),
@@ -194,7 +194,7 @@ def compare_extras(a: Checkpoint, b: Checkpoint, read_values: bool, tolerance: T
 
 
 def compare_entries(a: Checkpoint, b: Checkpoint, read_values: bool) -> Texts:
-    """Return what differs among the entries of the two state_dicts that are not tensors on either side, by key."""
+    """Return the differences of the entries of the state_dicts that are not tensors, by key."""
     left, right = ({key: side.entries[key] for key in side.entries if key not in side.specs} for side in (a, b))
     return _texts(_differences(left, right, (), read_values))
 
@@ -225,13 +225,13 @@ def _texts(differences: Iterator[tuple[Place, Text]]) -> Texts:
     return {path_name(place): text for place, text in islice(differences, LIMIT)}
 
 
-_ABSENT = object()  # what a side has where it has nothing
+_ABSENT = object()  # stands for a missing value
 
 
 def _differences(
     a: object, b: object, place: Place, read_values: bool, tolerance: Tolerance = EXACT
 ) -> Iterator[tuple[Place, Text]]:
-    """Yield what differs, by place. What is in several places is compared once, so that it may hold itself."""
+    """Yield what differs, by place. Each pair of objects is compared once, so that cycles end."""
     pending = [(a, b, place)]
     met: dict[tuple[int, int], object] = {}
     while pending:
@@ -274,14 +274,14 @@ def _text(value: object) -> str | None:
 
 
 def _kind_name(value: object) -> str:
-    """Return what kind of container a value is. Whether a dict is ordered makes no difference."""
+    """Return the kind of a container. An OrderedDict is a dict."""
     if isinstance(value, Opaque):
         return f"object of {value.cls}"
     return "list" if isinstance(value, list | tuple) else "array" if isinstance(value, NumpyArray) else "dict"
 
 
 def _without(root: object, container: Place) -> object:
-    """Return a container without the state_dict in it, as a dict of what is beside the way to it."""
+    """Return a container as dicts without the state_dict in it."""
     if not container:
         return {}
     beside = children(root) or {}

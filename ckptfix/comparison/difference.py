@@ -1,4 +1,4 @@
-"""The outcome of a comparison, as data."""
+"""The result of a comparison as data, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ckptfix.report.style import Line, Span, at_most, elements, spec_text
 
 Ties = tuple[tuple[str, ...], ...]  # groups of keys that are one tensor
 
-# What is at a place in A and in B, in words; None if a side has nothing there.
+# Descriptions of what A and B have at each place; None if a side has nothing there.
 Texts = Mapping[str, tuple[str | None, str | None]]
 
 
 class Side(Struct, frozen=True):
-    """One of the two checkpoints, in figures.
+    """A summary of one of the two checkpoints.
 
-    ``damaged`` are the keys whose bytes fail their checksum: what is said of their values is not about what was saved.
-    ``lost`` are the keys whose bytes are gone from a file that was opened to be salvaged."""
+    ``damaged`` are the keys whose bytes fail their checksum, so that their values differ from what was saved. ``lost``
+    are the keys whose bytes are gone from a file that was opened for salvage."""
 
     source: str
     format: str
@@ -40,14 +40,14 @@ class Side(Struct, frozen=True):
 
 
 class Gap(Struct, frozen=True):
-    """How far the numbers of two tensors of one shape are apart.
+    """How far apart the values of two tensors of the same shape are.
 
-    ``differing`` of ``numel`` elements have other bytes, or other values where the dtypes differ; ``first`` is the
-    row-major index of the first of them. ``absolute`` is the greatest |a - b|, ``relative`` the greatest
-    |a - b| / max(|a|, |b|), both over the elements that are finite on both sides; ``ulp`` counts the representable
-    numbers between two floats of one dtype, None for all others. ``nonfinite`` counts the elements that are NaN or
-    infinite on one side and not the same thing on the other. ``is_close`` says that every element is within the
-    tolerance that was asked for. ``unread`` says why the values could not be compared."""
+    ``differing`` of ``numel`` elements have different bytes, or different values if the dtypes differ; ``first`` is the
+    row-major index of the first of them. ``absolute`` is the maximum |a - b|, ``relative`` the maximum
+    |a - b| / max(|a|, |b|), both over the elements that are finite on both sides; ``ulp`` is the maximum distance in
+    representable numbers between floats of one dtype, None for other dtypes. ``nonfinite`` counts the elements that are
+    NaN or infinite on one side and not the same on the other. ``is_close`` is whether every element is within the
+    requested tolerance. ``unread`` says why the values could not be compared."""
 
     numel: int
     differing: int = 0
@@ -66,7 +66,7 @@ class Gap(Struct, frozen=True):
 
 
 class Pair(Struct, frozen=True):
-    """A tensor that both sides have under one name."""
+    """The tensors of both sides under one name."""
 
     key: str
     a: TensorSpec
@@ -74,15 +74,14 @@ class Pair(Struct, frozen=True):
 
 
 class Difference(Displayed, Struct, frozen=True):
-    """All that is different between checkpoint A and checkpoint B.
+    """All differences between checkpoint A and checkpoint B.
 
-    ``renamed`` maps keys of A to the keys of B that hold the same bytes, ``shapes`` and ``dtypes`` are pairs of one
-    name whose specs differ, ``values`` those whose numbers differ (a cast shows under ``dtypes`` and, where it
-    rounded, here). ``entries`` are entries of the state_dicts that are not tensors, ``metadata`` rows of ``_metadata``,
-    ``extras`` what is beside the state_dicts, each with the text of both sides, None for what one side does not have.
-    ``equal`` counts the tensors that are equal bit for bit under one name, ``cast`` those of the same values in another
-    dtype, ``close`` those within the tolerance.
-    ``values_compared`` is False under ``--no-values``: then only names and specs were compared."""
+    ``renamed`` maps keys of A to the keys of B with the same bytes. ``shapes`` and ``dtypes`` are pairs whose specs
+    differ, ``values`` those whose values differ (a cast is in ``dtypes`` and, if it rounded, here too). ``entries`` are
+    entries of the state_dicts that are not tensors, ``metadata`` rows of ``_metadata``, ``extras`` what is outside the
+    state_dicts, each with the text of both sides, None if a side has nothing. ``equal`` counts the pairs that are
+    bit-identical, ``cast`` those with the same values in another dtype, ``close`` those within the tolerance.
+    ``values_compared`` is False with ``--no-values``: then only names and specs were compared."""
 
     a: Side
     b: Side
@@ -109,13 +108,13 @@ class Difference(Displayed, Struct, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the two hold the same."""
+        """Whether there are no differences."""
         parts: tuple[Any, ...] = (self.only_a, self.only_b, self.renamed, self.shapes, self.dtypes, self.values)
         return not any((*parts, self.ties_a, self.ties_b, self.entries, self.metadata, self.extras))
 
     @property
     def exit_code(self) -> int:
-        """0 if nothing differs, 1 if something does, as ``diff`` has it."""
+        """0 if nothing differs, else 1, like the ``diff`` command."""
         return 0 if self.is_empty else 1
 
 
@@ -145,12 +144,12 @@ def _spec(spec: TensorSpec) -> Any:
 
 _SHOWN = 12
 _NOTHING = "nothing"
-_FAR = 1_000_000  # ULP: beyond it their number says less than the relative difference
+_FAR = 1_000_000  # ULP; above this, the relative difference says more
 _INDEX = re.compile(r"\[(\d+)\]")
 
 
 def difference_lines(difference: Difference, verbose: bool = False) -> Iterator[Line]:
-    """Yield the whole comparison; ``verbose`` cuts no list."""
+    """Yield the comparison as lines of text; lists are truncated unless ``verbose``."""
     limit = None if verbose else _SHOWN
     for name, side in (("A", difference.a), ("B", difference.b)):
         yield _side_line(name, side)
@@ -214,14 +213,14 @@ def _keys(title: str, specs: Mapping[str, TensorSpec], limit: int | None) -> Ite
 
 
 def _named(title: str, texts: Mapping[str, str], limit: int | None) -> Iterator[Line]:
-    """Yield the tensors of these keys, each with its text."""
+    """Yield a section of keys, each with its text."""
     if texts:
         yield (Span(f"{title}: {counted(len(texts), 'tensor')}", "warning"),)
         yield from (f"  {line}" for line in folded_lines(texts, limit, texts.__getitem__))
 
 
 def _values(gaps: Sequence[tuple[Pair, Gap]], limit: int | None) -> Iterator[Line]:
-    """Yield one line for each tensor, the farthest apart first, then the rest in one."""
+    """Yield a line per tensor, the largest differences first, and one line for the rest."""
     if not gaps:
         return
     yield (Span(f"different values: {counted(len(gaps), 'tensor')}", "warning"),)
@@ -252,10 +251,10 @@ def _gap_text(gap: Gap) -> str:
 
 
 def _texts(title: str, texts: Texts, limit: int | None) -> Iterator[Line]:
-    """Yield one folded line for places that went from the same text to the same text."""
+    """Yield a section of places, folding those with the same change into one line."""
     if not texts:
         return
-    # Indices fold as segments do: optimizer.state.{0…73}.exp_avg.
+    # Written as segments, indices are folded too: optimizer.state.{0…73}.exp_avg.
     lines = {
         _INDEX.sub(r".\1", place): b if b == f"{a}, different values" else f"{a or _NOTHING} → {b or _NOTHING}"
         for place, (a, b) in texts.items()

@@ -1,8 +1,8 @@
-"""How far the values of two tensors are apart: greatest absolute and relative difference, ULP, and whether bit-equal.
+"""Measures how far apart two tensors are: maximum absolute and relative difference, ULP, and bit-equality.
 
-Bytes are compared first: equal blocks need no arithmetic, a NaN equals itself, and 0.0 is not -0.0 (they are 0 apart,
-and 0 ULP, but not bit-equal). Differences are taken in float64, those of 64-bit integers in integers first: 2^53 and
-2^53 + 1 are one float64."""
+Bytes are compared first: equal blocks need no arithmetic, NaN equals itself, and 0.0 is not -0.0 (their difference is 0
+and 0 ULP, but they are not bit-equal). Differences are computed in float64, except those of 64-bit integers, because
+2^53 and 2^53 + 1 are the same float64."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from ckptfix.reading.boxes import row_major_blocks
 from ckptfix.values.decode import Array, Encoding, encoding
 from ckptfix.values.walk import OVERLAP, Walk
 
-BLOCK = 1 << 16  # elements that are compared in one go
+BLOCK = 1 << 16  # elements compared at once
 
 
 class SideBySide(Struct, frozen=True):
-    """Two strided tensors of one shape, each with a storage, and the order in which their elements are met."""
+    """Two strided tensors of one shape, each with a storage, and the order in which their elements are compared."""
 
     a: TensorSpec
     b: TensorSpec
 
     @property
     def is_readable(self) -> bool:
-        """Whether neither view repeats its storage so often that going through it would take for ever."""
+        """Whether neither view repeats its storage so often that reading it would take forever."""
         return self.shares_an_order or all(
             spec.nbytes <= OVERLAP * (spec.extent[1] - spec.extent[0]) for spec in (self.a, self.b)
         )
 
     @property
     def shares_an_order(self) -> bool:
-        """Whether the elements of both lie in memory in one order, and the same of them are repeated."""
+        """Whether the elements of both are in the same order in memory, with the same repetitions."""
         a, b = Walk(self.a), Walk(self.b)
         return (a.axes, a.memory_axes) == (b.axes, b.memory_axes) and a.is_bounded and b.is_bounded
 
     @property
     def repetition(self) -> int:
-        """How many elements of the tensors each element that is met counts for."""
+        """The number of elements of the tensors that each compared element stands for."""
         return Walk(self.a).repetition if self.shares_an_order else 1
 
     def blocks(self) -> Iterator[tuple[Array, Array]]:
-        """Yield the elements of both as arrays of raw bytes (``numpy.void``), equally many at a time.
+        """Yield the elements of both as arrays of raw bytes (``numpy.void``) of equal length.
 
         Raises ``UnreadableError`` if the bytes are not in the file."""
         if self.shares_an_order:
@@ -56,7 +56,7 @@ class SideBySide(Struct, frozen=True):
             yield from _in_step(row_major_elements(self.a), row_major_elements(self.b))
 
     def row_major(self, position: int) -> int:
-        """Return the flat row-major index of the element that is met at a position."""
+        """Return the flat row-major index of the element that is compared at a position."""
         if not self.shares_an_order:
             return position
         walk = Walk(self.a)
@@ -78,7 +78,7 @@ def _raw(spec: TensorSpec, blocks: Iterator[memoryview]) -> Iterator[Array]:
 
 
 def _in_step(left: Iterator[Array], right: Iterator[Array]) -> Iterator[tuple[Array, Array]]:
-    """Two runs of equally many elements, cut at the edges of both."""
+    """Yield two sequences of blocks as pairs of equal length, divided at the boundaries of both."""
     a = b = np.empty(0, dtype=np.dtype((np.void, 1)))
     while True:
         a = a if len(a) else next(left, a)
@@ -91,7 +91,7 @@ def _in_step(left: Iterator[Array], right: Iterator[Array]) -> Iterator[tuple[Ar
 
 
 class Tolerance(Struct, frozen=True):
-    """What still counts as equal: |a - b| ≤ ``absolute`` + ``relative`` · |b|, as ``torch.allclose`` has it."""
+    """The tolerance for equality, as in ``torch.allclose``: |a - b| ≤ ``absolute`` + ``relative`` · |b|."""
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -101,7 +101,7 @@ EXACT = Tolerance()  # only equal bytes are equal
 
 
 def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = EXACT) -> Gap:
-    """Return the gap between two tensors of one shape. Raises ``UnreadableError`` if bytes are not in the file."""
+    """Return the gap between two tensors of the same shape. Raises ``UnreadableError`` if a file lacks the bytes."""
     if a.layout != b.layout or a.parts.keys() != b.parts.keys():
         return Gap(a.numel, unread=f"layouts {a.layout} and {b.layout}")
     if a.parts:
@@ -127,7 +127,7 @@ def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = EXACT) -> G
 
 
 def _sparse_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance) -> Gap:
-    """Equal where every part is; else what the values are apart where the places are the same."""
+    """Return the gap between the values of two sparse tensors if their indices are equal."""
     if any(a.parts[name].shape != b.parts[name].shape for name in a.parts):
         return Gap(a.numel, unread="sparse, with different positions")
     gaps = {name: measure_gap(a.parts[name], b.parts[name], tolerance) for name in a.parts}
@@ -148,7 +148,7 @@ def _same_quantizer(a: Quantizer | None, b: Quantizer | None) -> bool:
 
 
 class _Meter:
-    """Gathers the gap block by block."""
+    """Accumulates the gap block by block."""
 
     def __init__(self, a: TensorSpec, b: TensorSpec, tolerance: Tolerance) -> None:
         self._codes = encoding(a.dtype), encoding(b.dtype)
@@ -162,13 +162,13 @@ class _Meter:
         self._is_close = True
 
     def take(self, left: Array, right: Array) -> None:
-        """Take in equally many elements of both."""
+        """Add a block of each side, of equal length."""
         if not self._same_dtype or not np.array_equal(left.view(np.uint8), right.view(np.uint8)):
             self._compare(left, right)
         self._met += len(left)
 
     def result(self, both: SideBySide) -> Gap:
-        """Return what was gathered."""
+        """Return the gap over all blocks."""
         return Gap(
             numel=self._numel,
             differing=self._differing * both.repetition,
@@ -205,7 +205,7 @@ class _Meter:
         self._differing += count
 
     def _measure(self, a: Array, b: Array, differs: Array, exact: Array | None) -> None:
-        """``exact`` is how far each differing pair is apart, where float64 cannot tell."""
+        """Update the maxima. ``exact`` has the difference of each differing pair if float64 is not precise enough."""
         a, b = a[differs], b[differs]
         alike = (np.isnan(a) & np.isnan(b)) | (np.isinf(a) & (a == b))
         finite = np.isfinite(a) & np.isfinite(b)
@@ -213,7 +213,7 @@ class _Meter:
         self._nonfinite += strange
         a, b = a[finite], b[finite]
         if len(a):
-            # Halved first: the difference of two finite numbers of opposite sign can be infinite.
+            # Halved first, because the difference of two finite numbers of opposite sign can overflow.
             apart = np.abs(a / 2 - b / 2) if exact is None else exact / 2
             scale = np.maximum(np.abs(a), np.abs(b)) / 2
             self._absolute = max(self._absolute, min(2 * float(apart.max()), _LARGEST))
@@ -235,22 +235,22 @@ def _numbers(elements: Array, code: Encoding) -> Array:
 
 
 def _apart(left: Array, right: Array, code: Encoding) -> Array | None:
-    """|a - b| of 64-bit integers, rounded only once it is known; None for all other types."""
+    """Return |a - b| of 64-bit integers, computed exactly before rounding to float64; None for other dtypes."""
     if code.unit.kind not in "iu" or code.itemsize < 8:
         return None
     a, b = (np.frombuffer(side.tobytes(), dtype=code.unit) for side in (left, right))
-    # Modulo 2^64 the difference is right for signed and unsigned ones alike.
+    # Modulo 2^64, the difference is right for signed and unsigned integers.
     apart: Array = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
     return apart.astype(np.float64)
 
 
 def _most_ulp(left: Array, right: Array, code: Encoding) -> int:
-    """Return the most numbers between two floats of one type; 0.0 and -0.0 are one number, and NaN is not a number."""
+    """Return the maximum distance in ULP between floats of one dtype; 0.0 and -0.0 are 0 apart, NaN is skipped."""
     unsigned = np.dtype(f"<u{code.itemsize}")
     sign = np.uint64(1 << (8 * code.itemsize - 1))
     bits = [np.frombuffer(side.tobytes(), dtype=unsigned).astype(np.uint64) for side in (left, right)]
     magnitudes = [side & (sign - np.uint64(1)) for side in bits]
     high, low = np.maximum(*magnitudes), np.minimum(*magnitudes)
-    apart = np.where((bits[0] ^ bits[1]) & sign, high + low, high - low)  # each is below 2^63: the sum fits
+    apart = np.where((bits[0] ^ bits[1]) & sign, high + low, high - low)  # both are below 2^63, so the sum fits
     counted = np.isfinite(_numbers(left, code)) & np.isfinite(_numbers(right, code))
     return int(apart[counted].max()) if counted.any() else 0

@@ -1,4 +1,4 @@
-"""The map between two files or models: ``ckptfix map A B`` and ``ckptfix.infer_map``."""
+"""Infers the map between two files or models: ``ckptfix map A B`` and ``ckptfix.infer_map``."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def infer_map(
     input: str | Sequence[str] = (),
     timeout: float = 300.0,
 ) -> RenameMap:
-    """Return the map from the names and the layout of one file or model to those of another; no tensor is read.
+    """Return the map from the names and layout of one file or model to those of another, without reading a tensor.
 
     Each side is a file, a state_dict, a model, or a factory (``pkg.mod:name``, whose code runs); ``weights`` and
-    ``other_weights`` pick a state_dict of a file. Wrappers such as ``module.`` are left out, as a repair takes them off
-    first. ``prove`` runs both models, as ``source_model`` of a repair does: with random weights and the ``input``, for
-    at most ``timeout`` seconds. Raises ``UsageError`` if not even a name can be matched."""
+    ``other_weights`` select a state_dict in a file. Wrappers such as ``module.`` are ignored, because a repair removes
+    them first. ``prove`` runs both models, like ``source_model`` of a repair: with random weights and the ``input``,
+    for at most ``timeout`` seconds. Raises ``UsageError`` if nothing matches."""
     (all_ours, given, *_), (all_theirs, wanted, rotary, tied) = (
         _tensors(*side) for side in ((source, weights), (target, other_weights))
     )
@@ -77,7 +77,8 @@ def infer_map(
 
 
 def _proved(inference: Inference, source: Any, target: Any, settings: Settings) -> tuple[Inference, Equivalence]:
-    """Return the map with which both models compute the same, its labels, and what came of running them."""
+    """Return the map with which both models give equal outputs, and the result of running them. Raises ``UsageError``
+    if a side is not a model."""
     if not all(_is_model(side) for side in (source, target)):
         raise UsageError(
             Opt("prove", True), " runs both sides: give two models, for example timm:NAME or pkg.mod:factory"
@@ -96,8 +97,7 @@ Specs = Mapping[str, Slot] | Mapping[str, TensorSpec]
 def _tensors(
     side: Any, weights: str | None
 ) -> tuple[Specs, Converter | None, Collection[Shape], Mapping[str, tuple[str, ...]]]:
-    """Return the tensors of a side; if it is a model, what its library makes of other files, and ``rotary`` and
-    ``tie_of`` of its ``Target``."""
+    """Return the tensors of a side, and ``converts``, ``rotary`` and ``tie_of`` of its ``Target`` if it is a model."""
     if not _is_model(side):
         settings = Settings(select=FOR_NAMES, weights=weights, values=False)
         return diagnose(open_source(side, settings), None, settings).result.specs, None, (), {}
@@ -106,7 +106,7 @@ def _tensors(
 
 
 def _shapes(specs: Specs, every: bool = False) -> Mapping[str, Shape]:
-    """Return the shapes of what can be moved: floats, and counters of batches, or else every tensor."""
+    """Return the shapes of the tensors to map: floats and ``num_batches_tracked``, or with ``every`` all tensors."""
     return {
         key: spec.shape
         for key, spec in specs.items()

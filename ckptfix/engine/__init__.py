@@ -1,1 +1,1 @@
-"""Running the rules, applying a plan, comparing the written file with it, and delivering it."""
+"""Runs the rules, applies a plan, compares the written file with it, and delivers it."""

@@ -1,7 +1,7 @@
-"""Applies edits to a checkpoint: the one place where one is changed.
+"""Applies edits to a checkpoint, which no other module changes.
 
-The edits of one step apply at once, so that two keys may swap their names. The result is a new lazy checkpoint: no
-tensor is read but a donor's, whose checksums are proved."""
+The edits of a step apply at once, so that two keys can swap their names. The result is a new lazy checkpoint: no tensor
+is read, except those of a donor, to verify their checksums."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.pickles.payload import GRAPH_CODE
 from ckptfix.writing.plain import CONVERSIONS, plain_root
 
-# What was noticed while reading and is cured by writing plain data.
+# Remarks that no longer apply once plain data is written.
 CONVERTED_REMARKS = frozenset({*CONVERSIONS, Kind.NON_STRING_KEY, Kind.UNINITIALIZED})
 
 
@@ -58,7 +58,7 @@ def apply_plan(plan: Plan, checkpoint: Checkpoint, value_sources: ValueSources |
 
 
 def apply_step(checkpoint: Checkpoint, step: Step, value_sources: ValueSources) -> Checkpoint:
-    """Return the checkpoint after one step. Raises ``PlanError`` for two sources of a key, and for a missing key."""
+    """Return the checkpoint after one step. Raises ``PlanError`` for two sources of a key or a missing key."""
     renames = {edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}
     dropped = {edit.key for edit in step.edits if isinstance(edit, Drop)}
     made_of = [edit for edit in step.edits if isinstance(edit, Assemble)]
@@ -72,7 +72,7 @@ def apply_step(checkpoint: Checkpoint, step: Step, value_sources: ValueSources) 
     value_sources = with_measurements(checkpoint, changes, value_sources)
     for change in changes:
         name = renames.get(change.key, change.key)
-        # The same change of two names of one tensor leaves them one tensor.
+        # Tied tensors with the same change stay tied.
         entry = entries[name]
         same = replace(change, key="", source="") if isinstance(change, Adapt) else replace(change, key="")
         view = (entry.view, same) if isinstance(entry, TensorSpec) and entry.storage else (name,)
@@ -85,13 +85,13 @@ def apply_step(checkpoint: Checkpoint, step: Step, value_sources: ValueSources) 
     kept = {key: renames.get(key, key) for key in checkpoint.entries if key not in dropped}
     metadata = _with_rows(checkpoint, step, rename_metadata(checkpoint.metadata, kept))
     lost = {key: spec for key, spec in checkpoint.lost.items() if key not in entries}
-    # After the first rename the names of a picked set are not those of the file any more: it was taken before.
+    # `picked` has names of the file, which are no longer valid after a rename.
     picked = checkpoint.picked if all(old == new for old, new in renames.items()) else None
     return _with_file_edits(replace(checkpoint, entries=entries, metadata=metadata, lost=lost, picked=picked), step)
 
 
 def _is_added(edit: Edit) -> bool:
-    """Return whether an edit puts in a tensor that was not there."""
+    """Return whether an edit adds a key."""
     return isinstance(edit, (Fill, Tie)) or (isinstance(edit, Adapt) and edit.source != edit.key)
 
 
@@ -115,7 +115,7 @@ def _moved(
     made_of: Sequence[Assemble],
     used: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the entries under their new names; what is assembled comes where the first of its parts was."""
+    """Return the entries under their new names; an assembled tensor is in the place of its first part."""
     made = assembled(checkpoint, made_of, step.rule)
     entries: dict[str, Any] = {}
     for key, entry in checkpoint.entries.items():
@@ -132,7 +132,7 @@ def _moved(
 def _with_additions(
     checkpoint: Checkpoint, step: Step, entries: dict[str, Any], value_sources: ValueSources
 ) -> dict[str, Any]:
-    """Return the entries with the new ones, each after the last entry of its module, or else at the end."""
+    """Return the entries with the added ones, each after the last entry of its module, else at the end."""
     additions: list[Any] = [edit for edit in step.edits if _is_added(edit)]
     if not additions:
         return entries
@@ -171,7 +171,7 @@ def _with_rows(checkpoint: Checkpoint, step: Step, metadata: Metadata | None) ->
 
 
 def _with_file_edits(result: Checkpoint, step: Step) -> Checkpoint:
-    """Return the checkpoint after the edits of a step that are about the file, its container and its optimizers."""
+    """Return the checkpoint after the edits of a step that change the file, its container or its optimizers."""
     if any(isinstance(edit, Rewrite) for edit in step.edits):
         kept = tuple(fact for fact in result.remarks if fact.kind not in (*BESIDE, Kind.OTHER_SUFFIX))
         result = replace(result, damage=(), remarks=kept)
@@ -189,15 +189,15 @@ def _with_file_edits(result: Checkpoint, step: Step) -> Checkpoint:
 
 
 def _converted(checkpoint: Checkpoint, conversions: Sequence[Plain]) -> Checkpoint:
-    """Return the checkpoint as plain data."""
+    """Return the checkpoint with its objects converted to plain data."""
     if all(edit.before == GRAPH_CODE for edit in conversions):
-        # What is written never holds code: only the remark about it goes.
+        # Code is never written, so only the remark about it is removed.
         remarks = tuple(remark for remark in checkpoint.remarks if remark.kind is not Kind.STORED_CODE)
         return replace(checkpoint, remarks=remarks)
     root, _ = plain_root(checkpoint)
     state_dict = value_at(root, checkpoint.container)
     remarks = tuple(remark for remark in checkpoint.remarks if remark.kind not in CONVERTED_REMARKS)
-    # An optimizer among the weights is beside them, also one that was an object.
+    # The entries do not include an optimizer among the weights, not even one that was an object.
     entries = {
         str(key): entry
         for key, entry in state_dict.items()
@@ -207,7 +207,7 @@ def _converted(checkpoint: Checkpoint, conversions: Sequence[Plain]) -> Checkpoi
 
 
 def _disarmed(checkpoint: Checkpoint) -> Checkpoint:
-    """Return only the tensors of the state_dict, and of ``_metadata`` the versions."""
+    """Return the checkpoint with only the tensors of the state_dict and the versions of ``_metadata``."""
     metadata = {
         module: {name: value for name, value in row.items() if isinstance(value, int)}
         for module, row in (checkpoint.metadata or {}).items()

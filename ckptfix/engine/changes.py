@@ -1,4 +1,4 @@
-"""The values of tensors after edits: lazily, from the file itself, a model, a donor, an adapter or data."""
+"""Computes the tensors that edits produce, lazily, from the file itself, a model, a donor, an adapter or data."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from ckptfix.reading.tensors import spec_of_number, spec_of_tensor
 from ckptfix.values.casting import can_be_zeroed, cast_spec, zeroed_spec
 from ckptfix.values.dequantising import dequantised_spec
 
-# Measures the running statistics of these keys of a checkpoint on the data of a file.
+# Measures the running statistics of some keys of a checkpoint on the data in a file.
 Measure = Callable[[Checkpoint, Collection[str], str], "Mapping[str, torch.Tensor]"]
 
 
 class ValueSources(Struct, frozen=True):
-    """Where new values come from: the model or file to fit, the donor of ``--fill FILE``, or the user's data."""
+    """The sources of new values: the model or file to fit, the donor of ``--fill FILE``, or the user's data."""
 
     target: Target | None = None
     donor: Checkpoint | None = None
     measure: Measure | None = None
     measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    adapters: dict[str, Checkpoint] = field(default_factory=dict)  # the adapters that edits have named so far, by path
+    adapters: dict[str, Checkpoint] = field(default_factory=dict)  # the adapters opened so far, by path
 
     def adapter(self, path: str) -> Checkpoint:
-        """Open an adapter. Raises ``UnreadableError`` if it is not there any more."""
+        """Return an opened adapter. Raises ``UnreadableError`` if it no longer exists."""
         if path not in self.adapters:
             self.adapters[path] = open_file(path)
         return self.adapters[path]
 
 
 def with_measurements(checkpoint: Checkpoint, edits: Iterable[Edit], value_sources: ValueSources) -> ValueSources:
-    """Return the sources of values with the statistics of a step, which are measured together."""
+    """Return the sources of values with all statistics that a step needs, measured in one run."""
     wanted = [edit for edit in edits if isinstance(edit, Replace) and edit.origin == "data"]
     if not wanted:
         return value_sources
@@ -55,12 +55,13 @@ def with_measurements(checkpoint: Checkpoint, edits: Iterable[Edit], value_sourc
     )
 
 
-# The edits that make another tensor of one of the file.
+# The edits that compute a tensor from one in the file.
 CHANGES = frozenset({Adapt, Cast, Dequantise, Fold, MergeAdapter, Replace, Zero})
 
 
 def changed(checkpoint: Checkpoint, spec: object, edit: Edit, value_sources: ValueSources) -> TensorSpec:
-    """Return what an edit makes of a tensor. Raises ``PlanError`` if it is not the tensor that the edit is about."""
+    """Return the tensor that an edit computes from ``spec``. Raises ``PlanError`` if ``spec`` does not match the
+    edit."""
     path = checkpoint.path
     if not isinstance(spec, TensorSpec):
         raise foreign(checkpoint, f"{asdict(edit)['key']} is not a tensor and cannot be changed")
@@ -100,7 +101,7 @@ def changed(checkpoint: Checkpoint, spec: object, edit: Edit, value_sources: Val
 
 
 def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, value_sources: ValueSources) -> TensorSpec:
-    """Return the tensor that a recipe makes of one of the file."""
+    """Return the tensor that a recipe computes from ``spec``. Raises ``PlanError`` if ``spec`` does not match."""
     from ckptfix.values.adapted_tensors import adapted_spec
 
     if not isinstance(spec, TensorSpec):
@@ -112,7 +113,7 @@ def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, value_sources: Va
 
 
 def _replaced(checkpoint: Checkpoint, edit: Replace, value_sources: ValueSources) -> TensorSpec:
-    """Return the values that take the place of a tensor's."""
+    """Return the tensor with the new values of a replacement."""
     if edit.origin == "data":
         return spec_of_tensor(value_sources.measured[edit.key])
     if edit.origin == "ones":
@@ -123,7 +124,7 @@ def _replaced(checkpoint: Checkpoint, edit: Replace, value_sources: ValueSources
 
 
 def _of_set(checkpoint: Checkpoint, edit: Fill | Replace, place: str, key: str) -> TensorSpec:
-    """Return a tensor of another set of weights of the file, or of the same one."""
+    """Return a tensor from another set of weights in the file, or from the same one if ``place`` is empty."""
     from ckptfix.values.twins import entry_at
 
     found = entry_at(checkpoint, place, key)
@@ -134,7 +135,7 @@ def _of_set(checkpoint: Checkpoint, edit: Fill | Replace, place: str, key: str) 
 
 
 def assembled(checkpoint: Checkpoint, edits: Sequence[Assemble], rule: str) -> dict[str, list[tuple[str, TensorSpec]]]:
-    """Return the assembled tensors with their keys, by the source of their first part. Raises ``PlanError`` unless each
+    """Return the assembled tensors with their keys, by the source of the first part. Raises ``PlanError`` unless each
     element is used exactly once."""
     sources = {part.source for edit in edits for part in edit.parts}
     specs = {key: spec for key in sources if isinstance(spec := checkpoint.entries.get(key), TensorSpec)}
@@ -150,7 +151,7 @@ def assembled(checkpoint: Checkpoint, edits: Sequence[Assemble], rule: str) -> d
     for edit in edits:
         views = tuple((specs[part.source].view, replace(part, source="")) for part in edit.parts)
         same = (edit.shape, views)
-        if same not in made:  # two names of one tensor stay two names of one tensor
+        if same not in made:  # tied tensors stay tied
             made[same] = _assembled(checkpoint, edit, specs)
         result.setdefault(edit.parts[0].source, []).append((edit.key, made[same]))
     return result
@@ -161,7 +162,7 @@ def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSp
     is_plain = first.layout == "strided" and first.quantizer is None and first.is_contiguous
     if edit.is_reshape and is_plain and first.dtype == edit.dtype:
         strides = contiguous_strides(edit.shape)
-        return replace(first, shape=edit.shape, strides=strides)  # still the same view of its storage
+        return replace(first, shape=edit.shape, strides=strides)  # shares its storage
     for part in edit.parts:
         spec = specs[part.source]
         if spec.dtype != edit.dtype or spec.storage is None or spec.parts or spec.quantizer or spec.per_byte > 1:
@@ -176,7 +177,7 @@ def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSp
 
 
 def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:
-    """Return the box of a part as a tensor of the same storage, in the order of its axes."""
+    """Return the box of a part, reshaped and permuted, as a view of the same storage."""
     if spec.math_bits:
         spec = computed(spec, part.source, row_major(spec, path), ())
     piece = boxed(spec, part.box)
@@ -189,7 +190,7 @@ def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:
 
 
 def filled(checkpoint: Checkpoint, fill: Fill, value_sources: ValueSources) -> TensorSpec:
-    """Return the tensor that a fill puts in, from where it says. Raises ``PlanError`` if it is not there."""
+    """Return the tensor that a fill adds. Raises ``PlanError`` if its source lacks it."""
     if fill.origin == "zeros":
         spec = TensorSpec(fill.dtype, fill.shape)
         storage = Storage("zeros", MemoryBytes(bytes(spec.nbytes)))
@@ -224,7 +225,7 @@ def filled(checkpoint: Checkpoint, fill: Fill, value_sources: ValueSources) -> T
 
 
 def _of_donor(checkpoint: Checkpoint, fill: Fill, file: Checkpoint | None) -> TensorSpec:
-    """Return a tensor of another file."""
+    """Return the tensor of a fill from another file. Raises ``PlanError`` if that lacks it or it is damaged."""
     donor_key = fill.donor_key or fill.key
     donor = file.entries.get(donor_key) if file is not None else None
     if not isinstance(donor, TensorSpec) or donor.shape != fill.shape:
@@ -243,7 +244,7 @@ def _of_donor(checkpoint: Checkpoint, fill: Fill, file: Checkpoint | None) -> Te
 
 
 def _of_adapter(checkpoint: Checkpoint, path: str, key: str, value_sources: ValueSources) -> TensorSpec:
-    """Return a tensor of an adapter, or of the checkpoint itself if the adapter is inside of it."""
+    """Return a tensor of an adapter, or of the checkpoint itself if the adapter is inside it."""
     spec = (value_sources.adapter(path) if path else checkpoint).specs.get(key)
     if spec is None or spec.storage is None:
         raise PlanError(f"{path or checkpoint.path}: has no {key} to merge; the plan belongs to another adapter")
@@ -253,5 +254,5 @@ def _of_adapter(checkpoint: Checkpoint, path: str, key: str, value_sources: Valu
 
 
 def foreign(checkpoint: Checkpoint, what: str) -> PlanError:
-    """Return the error of an edit that was made for another file."""
+    """Return the error for an edit that was made for another file."""
     return PlanError(f"{checkpoint.path}: {what}; the plan belongs to another file")

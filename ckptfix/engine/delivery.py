@@ -1,6 +1,5 @@
-"""The last step of a repair: a temporary file, the comparison with the plan, the forward test, and only then the
-rename.
-"""
+"""The last step of a repair: write a temporary file, compare it with the plan, run the forward test, and only then
+rename it."""
 
 from __future__ import annotations
 
@@ -30,16 +29,15 @@ from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
 from ckptfix.writing.universal import temporary_universal, universal_form
 
 ForwardTest = Callable[[Path, Checkpoint], tuple[SmokeResult | None, list[Finding]]]
-"""Runs a model on a file that holds this checkpoint; None for a test that was not asked for."""
+"""Runs a model on a file with this checkpoint and returns the result and findings; a result of None: not tested."""
 
+LEAST_COVERAGE = 0.5  # minimum share of the parameters that come from the file, unless ``allow_untrained`` is set
 
-LEAST_COVERAGE = 0.5  # the share of the parameters that has to come from the file, unless ``allow_untrained`` is given
-
-SHARDS = "shards"  # the form of a report's output that is several files and their index
+SHARDS = "shards"  # the form of an output of several files and an index
 
 
 def refusal(report: Report, settings: Settings) -> str:
-    """Return why no file may be written, whatever was asked for; an empty text if one may."""
+    """Return why no file may be written; empty if one may."""
     blocking = [finding for finding in report.remaining if Blocks.WRITING in finding.blocks]
     if blocking:
         return f"nothing is written because of {blocking[0].code} {blocking[0].name}"
@@ -52,7 +50,7 @@ def refusal(report: Report, settings: Settings) -> str:
 
 
 def weighed(report: Report) -> Report:
-    """Return the report of what is to be written: what forbids that is more than a note."""
+    """Return the report for a result that is to be written: findings that block writing become warnings at least."""
     findings = (
         replace(each, level=max(each.level, Level.WARNING)) if Blocks.WRITING in each.blocks else each
         for each in report.findings
@@ -68,7 +66,8 @@ def deliver(
     forward_test: ForwardTest | None,
     drafts: Drafts,
 ) -> Report:
-    """Put the result in place, written and proved, or nothing and say why; return the report with what came of it.
+    """Write, verify and test the result, and put it in place unless something is wrong; return the report with the
+    outcome.
 
     If nothing has to be written, the forward test runs on the source.
     """
@@ -88,8 +87,8 @@ def deliver(
         return report
     destination.refuse_replaced(settings.force)
     with trainer_files(draft.result, report, destination, settings) as files:
-        # Before the weights: of a run that is killed between, the next finds an optimizer that fits the weights as they
-        # become, and goes on.
+        # Before the weights: if the run is killed in between, the next run finds an optimizer that fits the repaired
+        # weights, and can continue.
         for file, goal in files.items():
             deliver_file(file, goal, goal if destination.backup_of is not None else None, destination.flush)
         draft.put_in_place()
@@ -103,8 +102,8 @@ def _tested(report: Report, smoke: SmokeResult | None, findings: Iterable[Findin
 
 
 class Draft(Struct, frozen=True):
-    """A result that was written and compared, in temporary files. ``result`` is the checkpoint as this ``form`` holds
-    it, ``path`` the file or folder to read it from, ``output`` what that will be when it is put in place."""
+    """A result that was written to temporary files and verified. ``result`` is the checkpoint in this ``form``,
+    ``path`` the temporary file or folder, ``output`` its final path."""
 
     form: str
     path: Path
@@ -115,9 +114,9 @@ class Draft(Struct, frozen=True):
 
 
 class Drafts:
-    """The latest draft for a destination, as a context: at its end the temporary files are gone.
+    """A context manager that keeps the latest draft for a destination, and removes its temporary files at the end.
 
-    Without a destination none can be made."""
+    Without a destination, no draft can be written."""
 
     def __init__(self, destination: Destination | None, settings: Settings) -> None:
         self._destination, self._settings = destination, settings
@@ -131,7 +130,7 @@ class Drafts:
         self._files.close()
 
     def of(self, result: Checkpoint) -> Draft:
-        """Return the draft of a result, written now unless it is the latest one."""
+        """Return the draft of a result, writing it unless it is the latest one."""
         if self._latest is None or self._latest[0] is not result:
             assert self._destination is not None, "there is something to write"
             self._latest = None
@@ -140,8 +139,8 @@ class Drafts:
         return self._latest[1]
 
     def attempt(self, result: Checkpoint) -> None:
-        """Write a draft of what may become the result, if there is a place for it. What speaks against it is said when
-        it is to be delivered."""
+        """Write a draft of what may become the result, if there is a destination. Errors are ignored here; they are
+        raised again on delivery."""
         if self._destination is not None:
             with contextlib.suppress(CkptfixError):
                 self.of(result)
@@ -183,18 +182,18 @@ def _drafted(result: Checkpoint, destination: Destination, settings: Settings) -
 
 
 def _without_container(result: Checkpoint, form: str) -> Checkpoint:
-    """Return what shards and their index hold: the state_dict and nothing around it."""
+    """Return the checkpoint as shards hold it: the state_dict without the container."""
     flat = replace(result, container=(), root=dict(result.entries))
     if form != SAFETENSORS:
         return flat
-    # What has no form there (FIL104) is not promised by the index either.
+    # Entries that the format cannot hold (FIL104) are not in the index either.
     lost = set(lost_extras(flat)) - set(flat.specs)
     kept = OrderedDict((key, entry) for key, entry in flat.entries.items() if key not in lost)
     return replace(flat, entries=kept, root=dict(kept))
 
 
 def _lost_ties(result: Checkpoint) -> Iterator[str]:
-    """Say what the readers of a safetensors file do not get of tensors that share memory."""
+    """Yield remarks on tensors that share memory, which safetensors cannot express."""
     if tied := tied_keys(result):
         yield (
             f"safetensors stores a tied tensor once, so a plain load_file lacks {counted(len(tied), 'key')} "
@@ -213,7 +212,7 @@ def _lost_ties(result: Checkpoint) -> Iterator[str]:
 
 
 def _refuse_loss(result: Checkpoint) -> None:
-    """Raise ``WriteError`` if weights have no form in safetensors. FIL104 says so before, unless it was left out."""
+    """Raise ``WriteError`` if safetensors cannot hold some weights. FIL104 reports it earlier, unless it is ignored."""
     for place in lost_extras(result):
         if holds_tensors(result.entries.get(place)):
             raise WriteError(

@@ -1,4 +1,4 @@
-"""Where the result of a repair goes, as what, and whether there is anything to write."""
+"""Where the result of a repair goes, in which format, and whether there is anything to write."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, 
 
 
 def differs(checkpoint: Checkpoint, plan: Plan, settings: Settings, is_form_asked: bool) -> bool:
-    """Return whether a file with the result would be another one than the source; only this decides it.
+    """Return whether a file with the result would differ from the source.
 
-    ``settings.format`` is the format of the output, None for that of the source. If the user asked for it, a folder of
-    ranks becomes a file; shards stay shards."""
+    ``settings.format`` is the format of the output, None for that of the source. If the user asked for a format, a
+    folder of ranks becomes a file; shards stay shards."""
     if plan or checkpoint.member or checkpoint.damage or settings.shard_bytes is not None:
         return True
     if output_format(checkpoint, settings.format) != output_format(checkpoint, None):
@@ -44,11 +44,11 @@ def differs(checkpoint: Checkpoint, plan: Plan, settings: Settings, is_form_aske
 
 
 class Destination(Struct, frozen=True):
-    """Where the result goes, and as what: ``form`` is ``pth``, ``safetensors`` or ``universal``.
+    """Where the result goes, and its format: ``form`` is ``pth``, ``safetensors`` or ``universal``.
 
     ``like`` is the file whose permissions it gets, ``backup_of`` the source whose old content is kept. Without
-    ``flush`` the file is not on the disk yet when it is delivered: the caller flushes many in one go. ``before`` is the
-    state of the file to be replaced before it was read (``state_of``)."""
+    ``flush``, the file is not flushed to disk on delivery, so that the caller can flush many files at once. ``before``
+    is the ``state_of`` the file to be replaced, taken before it was read."""
 
     output: Path
     form: str
@@ -67,7 +67,8 @@ class Destination(Struct, frozen=True):
         in_place: bool,
         backup: bool,
     ) -> Destination | None:
-        """Return the destination that was asked for, None if nothing is to be written.
+        """Return the requested destination, None if nothing is to be written. Raises ``UsageError`` if the arguments
+        exclude each other.
 
         Its format is that of the settings, else that of the output's suffix, else that of the source."""
         if output is not None and (in_place or beside):
@@ -89,7 +90,7 @@ class Destination(Struct, frozen=True):
             return None
         if source is None:
             raise UsageError("a state_dict in memory has no path; name an output")
-        # What was in an archive is written beside it under its own name; a folder's checkpoint becomes one file.
+        # A member of an archive is written next to the archive under its own name; a folder becomes one file.
         named = Path(checkpoint.member or source.name.removesuffix(".index.json"))
         form = promised = output_format(checkpoint, None)
         if checkpoint.remarked(Kind.OTHER_SUFFIX):
@@ -108,13 +109,13 @@ class Destination(Struct, frozen=True):
                 raise UsageError(
                     f"{source}: ", Opt("in_place"), f" replaces a file, but the checkpoint is {inside}; name an output"
                 )
-            real = source.resolve()  # a link keeps pointing at its file: it is the file that is replaced
+            real = source.resolve()  # for a symbolic link, its target is replaced
             if is_conversion:
                 pair = Opt("in_place"), " keeps the name, and ", Opt("format", form)
                 raise UsageError(f"{real}: ", *pair, " needs another; name an output")
             return cls(real, form, real, real if backup else None)
         like = None if in_pieces else source
-        # The dot of a folder named v1.5 begins no suffix; that of model.pth, unpacked, does.
+        # A folder named v1.5 has no suffix; an unpacked model.pth does.
         stem = named.name if source.is_dir() and named.suffix.lower() not in SUFFIXES else named.stem
         if form == UNIVERSAL:
             return cls(source.with_name(f"{stem}.universal"), form)
@@ -136,8 +137,8 @@ class Destination(Struct, frozen=True):
         return cls(goal.resolve() if goal.is_symlink() else goal, form, None if form == UNIVERSAL else source)
 
     def refuse(self, settings: Settings, like: str | os.PathLike[str] | None, dry_run: bool) -> None:
-        """Raise an error if the result would replace a file that is read, or could not be put in place: before the
-        work, and not after it."""
+        """Raise an error, before any work is done, if the result would replace a file that is read, or could not be put
+        in place."""
         refuse_inputs(self.output, files_read({"like": like, **asdict(settings)}))
         if dry_run:
             return
@@ -154,8 +155,8 @@ class Destination(Struct, frozen=True):
             )
 
     def refuse_replaced(self, force: bool) -> None:
-        """Raise an error if the file to be replaced is not the one that was read, or one that came there meanwhile: a
-        training run that saves again renames its file over the old one, and that one would be lost."""
+        """Raise an error if the file to be replaced has changed since it was read, or if a file was created at the
+        output: a training run may save again meanwhile, and its file would be lost."""
         if self.before is None and self.output != self.like:
             refuse_output(self.output, force)
         if self.before is not None and state_of(self.output) != self.before:
@@ -163,15 +164,15 @@ class Destination(Struct, frozen=True):
 
 
 def files_read(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the files that a check or a repair with these arguments reads beside its source, each with the argument
-    that names it."""
+    """Yield the files that a check or a repair with these arguments reads in addition to its source, each after the
+    name of its argument."""
     for name, value in arguments.items():
         option = BY_NAME.get(name)
         if option is None or not value or not (option.is_setting or name == "like"):
             continue
         if option.kind is Type.FILE and isinstance(value, (str, os.PathLike)):
             path = os.fspath(value)
-            is_name = option.is_word(path) or (name == "rename_map" and not Path(path).exists())  # of a map that ships
+            is_name = option.is_word(path) or (name == "rename_map" and not Path(path).exists())  # a shipped map
             yield from () if is_name else ((name, path),)
         elif option.kind is Type.FILES:
             yield from ((name, path) for path in adapter_paths(value))
@@ -183,14 +184,14 @@ def files_read(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_inputs(output: str | os.PathLike[str], inputs: Iterable[tuple[str, str]]) -> None:
-    """Raise ``UsageError`` if an output is one of the files that are read, or a part of one, by whatever name."""
+    """Raise ``UsageError`` if the output is one of the input files or in an input folder, also via links."""
     for name, given in inputs:
         if _is_part(Path(output), Path(given)):
             raise UsageError(f"{output}: is the file of ", Opt(name), ", which is only read; name another output")
 
 
 def _is_part(file: Path, given: Path) -> bool:
-    """Return whether a file is the given one or inside the given folder. One that does not exist counts by its name."""
+    """Return whether a file is the given one or inside the given folder. Missing files are compared by path."""
     if given.is_dir():
         return file.exists() and given.resolve() in file.resolve().parents
     if file.exists() and given.exists():
@@ -199,7 +200,7 @@ def _is_part(file: Path, given: Path) -> bool:
 
 
 def state_of(file: object) -> tuple[int, ...] | None:
-    """Return what changes once anything writes to a file or renames another one over it; None if there is no file."""
+    """Return a value that changes if the file is written or replaced; None if there is no file."""
     if not isinstance(file, (str, os.PathLike)):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Runs the rules over a checkpoint: findings, and the plan of those fixes that are allowed."""
+"""Runs the rules over a checkpoint: findings, and the plan of the fixes that are allowed."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from ckptfix.rules.rule import SourceModel
     from ckptfix.values.statistics import Statistics, WriteDraft
 
-# Edits after which every tensor is there as it was.
+# Edits that keep every tensor unchanged.
 KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm, Omit)
 
 
 class Diagnosis(Struct, frozen=True):
-    """What the rules found, what will be done about it, and the checkpoint as it will be then."""
+    """What the rules found, the plan to fix it, and the resulting checkpoint."""
 
     findings: tuple[Finding, ...]
     fixed: tuple[Finding, ...]
     plan: Plan
     result: Checkpoint
-    # What the value rules read, by key of the result.
+    # The statistics that the value rules read, by key of the result.
     figures: Mapping[str, TensorStatistics] = field(default_factory=dict)
 
     @property
     def filled(self) -> Mapping[str, Fill | Replace]:
-        """The keys whose values do not come from the file."""
+        """The edits that take values from elsewhere, by key."""
         edits = (edit for edit in self.plan.edits if isinstance(edit, (Fill, Replace)))
         return {edit.key: edit for edit in edits if edit.origin not in ("twin", "part")}
 
@@ -65,18 +65,18 @@ def diagnose(
     source_model: SourceModel | None = None,
     draft: WriteDraft | None = None,
 ) -> Diagnosis:
-    """Run every selected rule; each sees the checkpoint after the fixes of those before it.
+    """Run every selected rule; each sees the checkpoint after the fixes of the previous ones.
 
-    ``done`` is the checkpoint as it was opened, and what was done to it since, if that is not nothing.
-    ``source_model`` is the model that the file belongs to. ``draft`` writes the result already if that saves a pass
-    over it. Raises ``InternalError`` if a second pass would still propose something: then a rule is wrong (law 2)."""
+    ``done`` is the checkpoint as it was opened and the plan already applied to it, if any. ``source_model`` is the
+    model that the file belongs to. ``draft`` writes the result early if that saves a pass over it. Raises
+    ``InternalError`` if a second pass would still propose something, because then a rule is wrong (law 2)."""
     findings: list[Finding] = []
     fixed: list[Finding] = []
     plan, view, value_sources = Plan(), checkpoint, None
     before, made = done or (checkpoint, plan)
 
     def write_draft(view: Checkpoint) -> None:
-        """Write a draft, unless what was found already keeps it from being delivered."""
+        """Write a draft, unless the findings so far prevent its delivery."""
         is_refused = any(Blocks.WRITING in finding.blocks for finding in findings if finding not in fixed)
         if draft is not None and not is_refused:
             from ckptfix.core.coverage import obstacles
@@ -91,7 +91,7 @@ def diagnose(
         if not is_selected and not rule.is_wanted(settings):
             continue
         found = tuple(_propose(rule, context))
-        if not is_selected:  # who ignores the loss of what --salvage leaves out does not want it back
+        if not is_selected:  # ignoring the rule hides its finding, but not the fix that an option requests
             found = tuple(finding for finding in found if finding.fix is not None)
         findings += found
         cured = [finding for finding in found if is_enabled(finding.fix, settings)]
@@ -111,8 +111,8 @@ def diagnose(
                 context, checkpoint=view, statistics=statistics or {}, plan=Plan((*made.steps, *plan.steps))
             )
     _refuse_idle_recipes(findings, settings)
-    if plan:  # without one, every rule has seen the result already
-        # What the user's map said is done.
+    if plan:  # without a plan, every rule has seen the result already
+        # The user's map has been applied.
         settings = replace(settings, rename_map=None)
         _refuse_unstable(replace(context, settings=settings), settings, plan)
     figures = statistics.known if statistics is not None else {}
@@ -128,7 +128,7 @@ def carry_out(
     measure: Measure | None,
     draft: WriteDraft,
 ) -> Diagnosis:
-    """Apply a saved plan, and report what the rules say of its result; they change nothing more."""
+    """Apply a saved plan, and run the rules on its result without applying more fixes."""
     from ckptfix.engine.applying import apply_plan
     from ckptfix.engine.changes import ValueSources
 
@@ -148,13 +148,13 @@ def donor_of(target: Target | None, settings: Settings) -> Checkpoint | None:
     return diagnose(donor, target, Settings(select=FOR_NAMES, values=False)).result
 
 
-MOST_SETS = 16  # sets of weights that are tried against a target: the file is parsed again for each
-MOST_PARAMETERS = 0.5  # share of the parameters from which on a set that does not fit is nearer than one that has less
+MOST_SETS = 16  # sets of weights to try against a target; the file is parsed again for each
+MOST_PARAMETERS = 0.5  # minimum share of the target's parameters for choosing a set that does not fit
 
 
 def with_fitting_set(source: Source, checkpoint: Checkpoint, target: Target | None, settings: Settings) -> Checkpoint:
-    """Return the checkpoint with the set of weights that fits the target, or has most of its parameters, if the one
-    that was taken does not and the user named none; its candidates say which fit."""
+    """Return the checkpoint with the set of weights that fits the target, or has most of its parameters, if the set
+    that was opened does not and the user named none. The candidates are marked with whether they fit."""
     beside = [fact.place for fact in checkpoint.remarked(Kind.WEIGHTS_BESIDE)]
     names = dict.fromkeys((*(each.name for each in checkpoint.candidates), *beside))
     taken = path_name(checkpoint.container)
@@ -166,7 +166,7 @@ def with_fitting_set(source: Source, checkpoint: Checkpoint, target: Target | No
         allowed = Settings(select=FOR_LOADING, values=False, unsafe_fixes=unsafe_fixes, rename_map=settings.rename_map)
         try:
             result = diagnose(one, target, allowed).result
-        except CkptfixError:  # of a map that is for the other set
+        except CkptfixError:  # the user's map may be for another set
             return False, 0.0
         return not obstacles(result, target), measure_coverage(result, target, {}).share
 
@@ -188,7 +188,7 @@ def with_fitting_set(source: Source, checkpoint: Checkpoint, target: Target | No
 def report_on(
     checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis, settings: Settings, call: Call
 ) -> Report:
-    """Return the report of a diagnosis that a call asked for."""
+    """Return the report of a diagnosis for the user's call."""
     coverage: Coverage | None = None
     likeness: Likeness | None = None
     left: tuple[str, ...] = ()
@@ -230,7 +230,7 @@ def report_on(
 
 
 def unexamined(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the names of what may be weights as well, by its size, and is neither a tensor of the state_dict nor an
+    """Yield the names of parts that are large enough to be weights, but are neither in the state_dict nor an
     optimizer."""
     least = sum(spec.numel for spec in checkpoint.specs.values()) / SHARE
     for key, entry in checkpoint.entries.items():
@@ -246,20 +246,20 @@ def _statistics(checkpoint: Checkpoint, settings: Settings, draft: WriteDraft | 
     if not settings.values:
         return None
     from ckptfix.values.decode import NARROWINGS
-    from ckptfix.values.statistics import Statistics  # this is what reads the weights, and a look at names goes without
+    from ckptfix.values.statistics import Statistics  # not imported if only names are checked
 
     return Statistics(checkpoint, NARROWINGS[settings.cast_dtype] if settings.cast_dtype else None, draft)
 
 
 def _propose(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Yield the findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes
-    one is safe: what is missing under its name may be there under another."""
+    """Yield the findings of a rule. If the file's own list of tensors is damaged, fixes that add, drop or change a
+    tensor are unsafe: a missing tensor may exist under another name."""
     is_wanted = rule.is_wanted(context.settings)
     if rule.family in FITTING and not is_wanted and context.target is not None and context.target.loads is not None:
         from ckptfix.core.coverage import is_loaded_by_hooks
 
         if is_loaded_by_hooks(context.checkpoint, context.target):
-            return  # what the model's own hooks load is not a defect, and names made to fit would load less
+            return  # what the model's own hooks load is not a defect, and renamed keys would load less
     is_doubtful = bool(context.checkpoint.remarked(Kind.DOUBTFUL_NAMES))
     for finding in rule.propose(context):
         fix = finding.fix
@@ -270,7 +270,7 @@ def _propose(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def is_enabled(fix: Fix | None, settings: Settings) -> bool:
-    """Return whether a fix may be applied: there is one, and it is safe, or asked for, or all unsafe ones are."""
+    """Return whether a fix may be applied: it exists, and is safe or requested, or unsafe fixes are enabled."""
     if fix is None or fix.applicability is Applicability.DISPLAY_ONLY:
         return False
     return fix.asked or fix.applicability is Applicability.SAFE or settings.unsafe_fixes
@@ -279,12 +279,12 @@ def is_enabled(fix: Fix | None, settings: Settings) -> bool:
 def _refuse_idle_recipes(findings: Sequence[Finding], settings: Settings) -> None:
     """Raise ``IdleRecipeError`` for a recipe of ``--adapt`` that fits nothing, if a tensor is left that may need one.
 
-    If none is left, nothing is wrong: a configuration is for files of several shapes."""
+    If none is left, nothing is wrong, because a configuration may be for files of several shapes."""
     idle = [text for finding in findings for text in finding.evidence.get(IDLE, ())]
     for finding in findings if idle else ():
         right = next((value for one in finding.remedies for name, value in one.options if name == "adapt"), None)
         is_left = not is_enabled(finding.fix, settings)
-        # One whose tensors have a recipe is left, too, if --drop-mismatched would drop them.
+        # Tensors that have a recipe count as left even if --drop-mismatched would drop them.
         is_left = is_left or isinstance(right, tuple)
         if not is_left or finding.level is not Level.ERROR or (right is None and "shapes" not in finding.evidence):
             continue
@@ -298,13 +298,13 @@ def _refuse_idle_recipes(findings: Sequence[Finding], settings: Settings) -> Non
 
 def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:
     applied = {step.rule for step in plan.steps}
-    # Classes in another order, and positions of a grid with other sides, are made once: their shape does not show it.
+    # Class maps and recipes with explicit grids apply only once, because shapes do not show that they were applied.
     asked = {text: adaptation(text) for text in settings.adapt}
     once = tuple(text for text, each in asked.items() if each.name != HEAD and each.old is None)
     context = replace(context, settings=replace(settings, adapt=once))
     for rule in RULES:
-        # Values that a cast gives are computed when they are read, and a second scan of every byte would be dear: of
-        # the value rules only those that changed something are asked again.
+        # A second scan of all values, some computed on reading, would be expensive, so only the value rules that
+        # changed something run again.
         if settings.selects(rule.code) and (rule.code in applied or rule.needs is not Needs.VALUES):
             again = [finding for finding in _propose(rule, context) if is_enabled(finding.fix, settings)]
             if again:

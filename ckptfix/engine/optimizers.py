@@ -1,7 +1,5 @@
-"""Gives the parameters of an optimizer other places, and other state: lazily, as it is done with weights.
-
-In come a checkpoint and the ``Regroup``, ``Moments`` and ``Omit`` edits of ``rules.following``. Out comes the
-checkpoint with the optimizers that they make."""
+"""Applies the ``Regroup``, ``Moments`` and ``Omit`` edits of ``rules.following`` to the optimizers of a checkpoint,
+lazily, as with weights."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
         made = regrouped(checkpoint, optimizer, edits, rule)
         if optimizer.is_flat:
             made = flat(made["state"], made["param_groups"])
-        # Of several with as many groups, nothing tells whose the scheduler is.
+        # If several optimizers have the same number of groups, the scheduler may belong to any of them.
         is_alone = all(each is optimizer or len(each.groups) != len(optimizer.groups) for each in found.values())
         like = regroup.like if is_alone and not optimizer.is_flat else ()
         is_beside = bool(optimizer.path) and optimizer.path[0] in beside
@@ -55,12 +53,12 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
     return replace(checkpoint, root=root, beside=beside, entries=entries)
 
 
-# The lists of a scheduler with an item for each group, unlike milestones, phases, and the schedulers of a sequence.
+# Names of a scheduler's lists with an item per group, unlike milestones, phases, and the schedulers of a sequence.
 _OF_GROUPS = re.compile("lr|lambda|momentum|values")
 
 
 def _with_schedulers(root: Any, like: tuple[int, ...], count: int, depth: int = 4) -> Any:
-    """Return a container whose learning-rate schedulers have their lists, an item for each group, as the new groups."""
+    """Return a container in which the lists of schedulers with an item per group follow the new groups."""
     if isinstance(root, list) and len(root) <= MANY and depth:
         return [_with_schedulers(one, like, count, depth - 1) for one in root]
     if not isinstance(root, dict) or len(root) > MANY or not depth:
@@ -76,20 +74,21 @@ def _with_schedulers(root: Any, like: tuple[int, ...], count: int, depth: int = 
 
 
 def _with(root: Any, path: tuple[PathPart, ...], value: dict[str, Any] | None) -> Any:
-    """Return a container with another value at a place, or without it for None; nothing is changed in place."""
+    """Return a copy of a container with another value at a path, or without the entry if the value is None."""
     if not path:
         return value
     result = copy(root)
     made = _with(root[path[0]], path[1:], value)
     if made is None and isinstance(root, dict):
         del result[path[0]]
-    else:  # a list keeps its length, or the places of the others would be other ones
+    else:  # a list keeps its length, so that the indices of the others stay the same
         result[path[0]] = {} if made is None else made
     return result
 
 
 def regrouped(checkpoint: Checkpoint, optimizer: Optimizer, proposed: Sequence[Edit], rule: str) -> dict[str, Any]:
-    """Return the new ``state`` and ``param_groups``. Ids that are names become those of the result."""
+    """Return the new ``state`` and ``param_groups``. Ids that are names become the keys of the result. Raises
+    ``PlanError`` if the edits do not match the optimizer."""
     regroup = next(edit for edit in proposed if isinstance(edit, Regroup) and edit.where == optimizer.name)
     edits = [edit for edit in proposed if isinstance(edit, Moments) and edit.where == optimizer.name]
     ids = {str(number): number for number in optimizer.ids}
@@ -101,7 +100,7 @@ def regrouped(checkpoint: Checkpoint, optimizer: Optimizer, proposed: Sequence[E
             checkpoint, f"{rule} names a parameter or a group that the optimizer {optimizer.name} does not have"
         )
     shapes = {key: spec.shape for key, spec in checkpoint.specs.items()}
-    known = {*shapes.values()}  # a parameter without a name is known by its number, and may be any of them
+    known = {*shapes.values()}  # a parameter whose key is its number may be any of them
     sized = [edit for edit in edits if edit.shape]
     if others := [e.key for e in sized if e.shape not in ({shapes[e.key]} if e.key in shapes else known)]:
         raise foreign(checkpoint, f"{rule} gives {optimizer.name} a state of another shape than that of {others[0]}")
@@ -131,7 +130,7 @@ def regrouped(checkpoint: Checkpoint, optimizer: Optimizer, proposed: Sequence[E
 
 
 def _begun(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any] | None:
-    """Return the state that a new parameter begins with, if it has to have one."""
+    """Return the initial state of a new parameter, None if it needs none."""
     numbers = beginning(optimizer, group)
     like = next(filter(None, map(optimizer.row, optimizer.ids)), {})
     found: dict[str, Any] = {}
@@ -145,7 +144,7 @@ def _begun(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...
 
 
 def _reshaped(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return a row with its elementwise tensors in another shape."""
+    """Return a row with its elementwise tensors reshaped."""
     count = TensorSpec("uint8", shape).numel
     result: dict[str, Any] = {}
     for name, value in row.items():
@@ -162,8 +161,8 @@ def _reshaped(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
 def _assembled_rows(
     checkpoint: Checkpoint, optimizer: Optimizer, ids: Mapping[str, Any], edits: Sequence[Moments], rule: str
 ) -> dict[str, dict[str, Any]]:
-    """Return the rows that are made of parts of others, by the key of the result; each moment is assembled as the
-    weights were, and anything that is not a moment is that of the first source."""
+    """Return the rows that are assembled from parts of others, by key of the result. Moments are assembled like the
+    weights; anything else is taken from the first source."""
     made_of = [edit for edit in edits if edit.parts]
     rows: dict[str, dict[str, Any]] = {edit.key: {} for edit in made_of}
     fields = {name: None for edit in made_of for name in optimizer.row(ids[edit.parts[0].source])}

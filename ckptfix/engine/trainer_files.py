@@ -1,4 +1,4 @@
-"""The files that a trainer saved beside a checkpoint, its optimizer and scheduler, go along with the result."""
+"""Writes the files that a trainer saved next to a checkpoint, its optimizer and scheduler, with the result."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from ckptfix.writing.plain import plain_root
 def trainer_files(
     result: Checkpoint, report: Report, destination: Destination, settings: Settings
 ) -> Iterator[dict[Path, Path]]:
-    """Write the trainer's files that have to change with the checkpoint, and yield the goal of each temporary file.
+    """Write the trainer's files that have to change with the checkpoint, and yield the target path of each temporary
+    file.
 
-    In another folder they keep their names; next to the source they are named as the checkpoint is. A trainer resumes
-    from all files of a folder, so one with the model gets the unchanged files too, unless an optimizer does not fit."""
-    if destination.form == UNIVERSAL:  # which has the optimizer in it
+    In another folder they keep their names; next to the source they are named like the checkpoint. A trainer resumes
+    from all files of a folder, so a folder with the model gets the unchanged files too, unless an optimizer does not
+    fit."""
+    if destination.form == UNIVERSAL:  # contains the optimizer
         yield {}
         return
     regroups = [edit for edit in report.edits if isinstance(edit, Regroup)]
@@ -41,7 +43,7 @@ def trainer_files(
     folder = source if source.is_dir() else source.parent
     is_elsewhere = folder.resolve() != destination.output.parent.resolve()
     if changed and (is_elsewhere or any(edit.like != tuple(range(len(edit.like))) for edit in regroups)):
-        changed |= {name for name in result.beside if name.startswith("scheduler")}  # a trainer takes both or neither
+        changed |= {name for name in result.beside if name.startswith("scheduler")}  # trainers load both or neither
     is_in_place = destination.like == destination.output
     with ExitStack() as stack:
         files: dict[Path, Path] = {}

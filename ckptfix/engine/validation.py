@@ -1,4 +1,4 @@
-"""Check the settings before any work begins: what has no meaning, or needs another setting, is an error of one line."""
+"""Checks the settings before any work begins, and raises an error for a setting that is invalid or needs another."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from ckptfix.errors import Opt, UsageError
 from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES
 
-LONGEST_TIMEOUT = 10**6  # seconds, eleven days: what every clock of the system can wait for
+LONGEST_TIMEOUT = 10**6  # seconds (eleven days); within the limits of every clock of the system
 
 
 def checked_settings(
     given: Mapping[str, Any], model: object = None, like: object = None, function: str = REPAIR
 ) -> Settings:
-    """Return the settings of a check or a repair towards a model or a reference file.
+    """Return the settings of a check or a repair, checked against the model or reference file.
 
-    ``function`` is the function of the library that they were given to. Raises ``UsageError`` for one that is unknown,
-    has no meaning, or needs another, a model or a reference."""
+    ``function`` is the library function that they were passed to. Raises ``UsageError`` for a setting that is unknown,
+    invalid, or needs another setting, a model or a reference."""
     settings = parsed_settings(given, function)
     _check_target(settings, model, like)
     return settings
 
 
 def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Settings:
-    """Return the settings, whatever they are for. Raises ``UsageError`` for one that is unknown or has no meaning."""
+    """Return the settings. Raises ``UsageError`` for one that is unknown or invalid by itself."""
     known = settings_of(function if function in (CHECK, REPAIR) else REPAIR)
     for name in given:
         if name not in known:
@@ -94,7 +94,7 @@ def _check_target(settings: Settings, model: object, like: object) -> None:
             *(", and leave out ", Opt("smoke", False)),
         )
     if settings.compare_file is not None:
-        open_file(settings.compare_file)  # a slip of its name shows before anything runs
+        open_file(settings.compare_file)  # raises for a wrong path before anything runs
     if settings.fill == "target" and not has_target:
         raise UsageError(Opt("fill", "target"), " takes values from a model or reference; add ", *target)
     if settings.fill_file is not None and not (has_target or settings.salvage or settings.replace):
@@ -113,7 +113,7 @@ def _check_target(settings: Settings, model: object, like: object) -> None:
 
 
 def _rename_map(settings: Settings) -> RenameMap | None:
-    """Return the rules of the file and the patterns that were given by themselves, None without any."""
+    """Return the rules of ``rename_map`` and the patterns of ``rename`` as one map, None if there are none."""
     given = settings.rename_map
     if given is None and not settings.rename:
         return None
@@ -129,12 +129,12 @@ def _rename_map(settings: Settings) -> RenameMap | None:
     if given is not None and not isinstance(given, RenameMap):
         given = named_map(given)
     whole = RenameMap((*(given.rules if given is not None else ()), *rules), given.name if given is not None else "")
-    parsed(whole)  # raises for a rule without a meaning
+    parsed(whole)  # raises for an invalid rule
     return whole
 
 
 def _codes(name: str, given: Iterable[str]) -> tuple[str, ...]:
-    """Return rule codes or their beginnings; one that begins no code would silently check nothing."""
+    """Return rule codes or prefixes of codes in upper case. Raises ``UsageError`` for one that matches no rule."""
     codes = tuple(code.upper() for code in given)
     for code in codes:
         if not any(rule.code.startswith(code) for rule in RULES):
@@ -145,7 +145,7 @@ def _codes(name: str, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def _texts(name: str, given: object) -> tuple[str, ...]:
-    """Return a setting that is a list: one text or path, a sequence of these, or a table of texts."""
+    """Return a list setting, given as a text or path, a sequence of these, or a table of texts, as texts."""
     if isinstance(given, Mapping):
         return tuple(f"{key}={text}" for key, text in given.items())
     items = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]

@@ -1,11 +1,11 @@
-"""Opens a written file again and compares it with what was to be written, down to the last byte.
+"""Reopens a written file and compares it with what should have been written, down to the last byte.
 
-Most bytes were read back when they were copied, or made. Where the opened file says that a tensor is in such a range,
-as far from its source as it was copied, they are not read once more; all others are.
+Most bytes were read back when they were copied or computed. If the reopened file has a tensor in such a range, at the
+same distance from its source, they are not read again; all others are.
 
-Ranges of files are read into buffers that are used again and again, since fresh memory for each block would take longer
-than the reading, by two threads. A mapping of the files would be a little faster, but a source that is cut meanwhile
-would end the program then instead of raising an error."""
+Ranges of files are read by threads into reused buffers, because allocating memory for each block would take longer than
+reading. Memory-mapping would be a little faster, but a source that is truncated meanwhile would then kill the process
+instead of raising an error."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ from ckptfix.writing.output import Written
 from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras
 
-# Bytes that a thread compares in one go: a signal waits for as many, and handing over fewer would take longer.
+# Bytes a thread compares per task: signals are handled between tasks, and smaller tasks cost more than they save.
 BATCH = 32 << 20
-WINDOW = 512 << 10  # bytes that are compared at once: they are in the processor's cache still
+WINDOW = 512 << 10  # bytes compared at once, small enough for the processor's cache
 
 
 def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequence[Written] = ()) -> None:
-    """Open the written file and compare names, order, shapes, dtypes, ties, ``_metadata`` and every byte with what was
-    to be written.
+    """Reopen the written file and compare names, order, shapes, dtypes, ties, ``_metadata`` and every byte with
+    ``expected``.
 
-    What was read back and found equal while the files of ``written`` were is not read again if it is where it was to.
-    Raises ``WriteError`` on any difference, and ``UnreadableError`` where a source has changed meanwhile: then the file
-    is not delivered."""
+    Ranges that were read back while ``written`` was written are not read again if they are in the right place. Raises
+    ``WriteError`` on any difference, and ``UnreadableError`` if a source has changed meanwhile."""
     from ckptfix.reading.opening import open_file
 
     try:
@@ -73,16 +72,16 @@ def verify_tree(temporary: Path, expected: object, output: Path) -> None:
 
 
 def _files_of(checkpoint: Checkpoint) -> set[OpenFile]:
-    """Return the files that a checkpoint's tensors are in, or are made of."""
+    """Return the files that a checkpoint's tensors are in or are computed from."""
     roots = (root for spec in checkpoint.specs.values() for root in spec.storages)
-    # Tensors that are spread over the same ranks share one tuple of their storages.
+    # Tensors spread over the same ranks share one tuple of storages.
     alone = {(id(root.parts) if root.parts else id(root)): root for root in roots}
     found = (located(one.source) for root in alone.values() for one in _made_of(root))
     return {place.file for place in found if place is not None}
 
 
 def _made_of(storage: Storage) -> Iterator[Storage]:
-    """Yield the storages whose bytes are those of a file, or a storage itself if it is made of no others."""
+    """Yield the storages of files that a storage is computed from, or the storage itself if there are none."""
     for part in storage.parts or ():
         yield from _made_of(part)
     if not storage.parts:
@@ -90,9 +89,9 @@ def _made_of(storage: Storage) -> Iterator[Storage]:
 
 
 def _difference(written: Checkpoint, expected: Checkpoint) -> str:
-    """Return what differs beside the bytes; empty if nothing does."""
+    """Return what differs apart from the bytes; empty if nothing does."""
     is_safetensors = written.format.endswith(safetensors.NAME)  # in one file or in shards
-    # What has no form in a format was said before; it is not a tensor.
+    # Entries that the format cannot hold were reported before; they are not tensors.
     lost = set(lost_extras(expected)) - set(expected.specs) if is_safetensors else set()
     if list(written.entries) != [key for key in expected.entries if key not in lost]:
         return "other keys, or in another order"
@@ -114,17 +113,17 @@ def _difference(written: Checkpoint, expected: Checkpoint) -> str:
 
 
 def _scheme(spec: TensorSpec) -> tuple[object, ...]:
-    """Return a quantiser without the tensors in it, whose bytes are compared like all others."""
+    """Return a quantiser without its tensors, whose bytes are compared like all others."""
     quantizer = spec.quantizer
     if quantizer is None:
         return ()
-    # As text, in which a NaN, which torch takes too, is equal to itself.
+    # As text, in which NaN is equal to itself.
     numbers = [None if isinstance(part, TensorSpec) else str(part) for part in (quantizer.scale, quantizer.zero_point)]
     return (quantizer.scheme, quantizer.axis, *numbers)
 
 
 class _Range(NamedTuple):
-    """Bytes of a key, from ``offset`` of a file or of what makes them and ``start`` of the written file on."""
+    """Bytes of a key, from ``offset`` in their source and ``start`` in the written file."""
 
     key: str
     source: OpenFile | ByteSource
@@ -135,14 +134,15 @@ class _Range(NamedTuple):
 
 
 class _ReadBack:
-    """The ranges that were read back, in the order of the files that they were written to."""
+    """The ranges that were read back, by written file and in order."""
 
     def __init__(self, written: Iterable[Written]) -> None:
         self._copied = {str(file.path): sorted(file.copied, key=_start) for file in written}
         self._starts = {path: [copied.start for copied in found] for path, found in self._copied.items()}
 
     def has(self, pair: _Range) -> bool:
-        """Return whether the bytes lie within a range that was found equal, as far from its beginning on both sides."""
+        """Return whether the bytes are within a range that was read back, at the same distance from its start on both
+        sides."""
         at = bisect_right(self._starts.get(pair.file.path, ()), pair.start) - 1
         if at < 0:
             return False
@@ -159,7 +159,8 @@ _start = attrgetter("start")
 
 
 def _in_order(state: Mapping[Any, Any]) -> list[Any]:
-    """Return the entries of an optimizer's state, sorted: a folder with a file for each of them has no order."""
+    """Return the entries of an optimizer's state sorted by name, because a folder with one file per entry has no
+    order."""
     entries = [entry for _, entry in sorted(state.items(), key=_name)]
     return [sorted(entry.items(), key=_name) if isinstance(entry, dict) else entry for entry in entries]
 
@@ -211,12 +212,12 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
 
 
 def _is_same_view(before: TensorSpec, after: TensorSpec) -> bool:
-    """Return whether what two tensors span can be compared without putting it into row-major order."""
+    """Return whether the bytes of two tensors can be compared as they are stored, without row-major copies."""
     return before.strides == after.strides and before.math_bits == after.math_bits
 
 
 def _range(key: str, before: TensorSpec, after: TensorSpec, of_files: dict[int, bool]) -> _Range | None:
-    """Return the bytes that a tensor spans, if they are a range of the written file in the order of their source."""
+    """Return the range of bytes of a tensor, None if it is not one range in the same order on both sides."""
     if before.storage is None or after.storage is None or not _is_same_view(before, after):
         return None
     source, file = located(before.storage.source), located(after.storage.source)
@@ -224,11 +225,11 @@ def _range(key: str, before: TensorSpec, after: TensorSpec, of_files: dict[int, 
     if file is None or stop - offset != end - start:
         return None
     if source is None:
-        parts = id(before.storage.parts)  # tensors that are spread over the same ranks share one tuple
+        parts = id(before.storage.parts)  # tensors spread over the same ranks share one tuple
         if parts not in of_files:
             of_files[parts] = all(located(storage.source) for storage in _made_of(before.storage))
         if not of_files[parts]:
-            return None  # nothing would show that its file has changed meanwhile
+            return None  # otherwise a change of the source would go unnoticed
     whole, first = (before.storage.source, 0) if source is None else (source.file, source.offset)
     return _Range(key, whole, first + offset, file.file, file.offset + start, stop - offset)
 
@@ -250,7 +251,7 @@ def _first_difference(batch: list[_Range]) -> str | None:
             count = min(WINDOW, nbytes - done)
             source.fill(memoryview(left)[:count], offset + done)
             file.fill(memoryview(right)[:count], start + done)
-            # After what was read, both hold what was found equal before.
+            # The rest of both buffers is equal from earlier rounds.
             if left != right:
                 return key
     return None

@@ -1,1 +1,1 @@
-"""Architectures of well-known libraries by their structure, without the libraries."""
+"""Recognises the architectures of well-known libraries by their structure, without importing the libraries."""

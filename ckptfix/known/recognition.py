@@ -1,8 +1,8 @@
-"""Which known architecture a state_dict is, from names and shapes only.
+"""Recognises the architecture of a state_dict from names and shapes only.
 
-The names are looked at as they are, without the segments of wrappers, and without what most of them begin with. Few
-hashes of them find the structures that may be meant, and each of these is compared in full. A model is named only if
-every tensor outside of its head is in the file in the right shape."""
+The names are tried as they are, without the segments of wrappers, and without common prefixes. A few hashes of them
+find candidate structures, each of which is compared in full. A model is identified only if every tensor outside its
+head is in the file with the right shape."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from ckptfix.known.table import (
 
 _Candidates = Iterator[tuple["_View", int, bool]]  # the number of a structure, and whether none is more similar
 Shapes = Mapping[str, tuple[int, ...]]  # names and shapes of a state_dict
-MOST = 7_500  # tensors of a state_dict that is looked at; no known structure has the share `_NEAR` of more
-_DEPTH = 6  # segments of a prefix that are tried
+MOST = 7_500  # maximum tensors of a state_dict; with more, no known structure can have the share `_NEAR` in common
+_DEPTH = 6  # maximum segments of a prefix
 
-# Tensors of structures that are compared in full: some libraries have a dozen models around the same encoder.
+# Tensors to compare in full per search; some libraries have a dozen models around the same encoder.
 _KEYS = 4_000
-_VOTES = 3  # hashes that a structure has in common with a state_dict at least, or it is not compared
-_FEWEST = 8  # tensors that have to be as they are known before a model is named
-_SMALL = 0.25  # the largest share of what is known that a new head may have, by the number of tensors
-_PART = 0.1  # the share of the keys of a file that a model beside others in it has at least
-_NEAR = 0.6  # the share of the tensors of either side that a structure and a state_dict which is like it have in common
+_VOTES = 3  # minimum hashes that a candidate structure has in common with a state_dict
+_FEWEST = 8  # minimum matching tensors for identifying a model
+_SMALL = 0.25  # maximum tensors of a new head, as a share of the matching ones
+_PART = 0.1  # minimum share of a file's keys for one of several models in it
+_NEAR = 0.6  # minimum share of tensors, on both sides, that a near structure has in common with a state_dict
 
-# Whose name a structure gets first that several libraries build.
+# Libraries in order of precedence, for a structure that several of them build.
 _LIBRARIES = (
     "torchvision",
     "timm",
@@ -62,12 +62,12 @@ _LIBRARIES = (
 )
 
 _LEADING = f"{MODULE}."
-_OLD = (f".{_LEADING}", "denselayer", "LayerNorm.gamma", "LayerNorm.beta")  # what newer names do not have
+_OLD = (f".{_LEADING}", "denselayer", "LayerNorm.gamma", "LayerNorm.beta")  # parts of old names
 _DENSE = r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)"
 
 
 class _View(Struct, frozen=True):
-    """Names and shapes (with dots) as one way of reading the keys gives them, without what says nothing of the
+    """Names and shapes (with dots) in one reading of the keys, without tensors that are not specific to an
     architecture."""
 
     shapes: Mapping[str, str]
@@ -77,15 +77,15 @@ class _View(Struct, frozen=True):
 
 
 class _Search(Struct):
-    """What was compared already, by its hashes, and how many tensors may still be: what is like many structures and
-    none of them must not hold up a check."""
+    """The views compared so far, by hashes, and the remaining budget of tensors, so that a state_dict that is similar
+    to many structures does not slow down a check."""
 
     seen: set[tuple[int, ...]] = field(default_factory=set)
     left: int = 3 * _KEYS
 
 
 class _Match(Struct, frozen=True, dict=True):
-    """A structure that was compared with a view."""
+    """The result of comparing a structure with a view."""
 
     structure: Structure
     view: _View
@@ -98,12 +98,11 @@ class _Match(Struct, frozen=True, dict=True):
 
     @cached_property
     def rank(self) -> tuple[int, int, int, int]:
-        """The smaller, the better: fit, keys that differ, those that stand in the place of no other, sizes that are not
-        the usual ones."""
+        """The sort key, smallest first: fit, number of differing keys, added keys that replace none, unusual sizes."""
         unusual = min(len(_unusual(model, self.sizes)) for model in self.structure.models)
         keys = len(self.missing) + len(self.added) + len(self.differing) + self.view.outside
         strange = len(self.added)
-        if self.fit is Fit.OTHER_HEAD:  # of a layer that another one has the place of, nothing else is missing
+        if self.fit is Fit.OTHER_HEAD:  # the tensors of a replaced layer count once
             places = Counter(f"{key.rpartition('.')[0]}." for key in self.missing)
             keys -= sum(n for place, n in places.items() if any(key.startswith(place) for key in self.added))
             strange -= sum(key.startswith(tuple(places)) for key in self.added)
@@ -114,9 +113,9 @@ _ORDER = {Fit.EXACT: 0, Fit.HEADLESS: 1, Fit.OTHER_HEAD: 2, Fit.PART: 2, Fit.PIE
 
 
 def recognise(shapes: Shapes, names: Iterable[str] = ()) -> Likeness | None:
-    """Return the known architecture that a state_dict is or is like; None if there is none.
+    """Return the known architecture that matches a state_dict or is nearest to it; None if there is none.
 
-    ``names`` are those of the files: of models that are built alike, the one that they name comes first."""
+    ``names`` are file names: of models with the same structure, one that they mention comes first."""
     if not _FEWEST <= len(shapes) <= MOST:
         return None
     names, search = tuple(names), _Search()
@@ -126,7 +125,7 @@ def recognise(shapes: Shapes, names: Iterable[str] = ()) -> Likeness | None:
     if found is not None and found.is_named and found.outside < _FEWEST:
         return found
     if found is not None and found.is_named:
-        search.seen.clear()  # it is one of the parts
+        search.seen.clear()  # it has to be found again as one of the parts
     parts = sorted(_parts(solid, names, search), key=lambda part: -part.matching)
     if len(parts) > 1 or (parts and found is None):
         covered = sum(len(solid) - part.outside for part in parts)
@@ -139,15 +138,15 @@ def recognise(shapes: Shapes, names: Iterable[str] = ()) -> Likeness | None:
 
 
 def _best(views: Iterable[tuple[int, _Candidates]]) -> list[_Match]:
-    """Return the structures that fit best; several if they fit one view equally well."""
+    """Return the structures that fit best, several if they fit a view equally well."""
     best: list[_Match] = []
     for outside, candidates in views:
-        # Nothing under a prefix ranks before this, whatever is compared.
+        # Nothing under a prefix can rank better than this.
         if best and best[0].rank[:2] < (_ORDER[Fit.PART] if outside else 0, outside):
             continue
         for view, number, is_first in candidates:
             is_named = bool(best) and best[0].fit is not Fit.NEAR
-            # What fits in full has all of its hashes in the file, so that none with fewer fits better.
+            # A full match has all of its hashes in the file, so none with fewer can be better.
             if is_named and not is_first:
                 break
             if best and best[0].fit is Fit.EXACT and best[0].structure.count != table().count(number):
@@ -165,7 +164,7 @@ def _best(views: Iterable[tuple[int, _Candidates]]) -> list[_Match]:
 
 
 def likeness_of(checkpoint: Checkpoint) -> Likeness | None:
-    """Return the known architecture that a checkpoint, or the set of weights that was chosen in it, is or is like."""
+    """Return the known architecture that matches a checkpoint, or the chosen set of weights in it, or is nearest."""
     if "likeness" not in checkpoint.derived:
         names = checkpoint.picked or dict.fromkeys(checkpoint.specs, "")
         shapes = {name or key: checkpoint.specs[key].shape for key, name in names.items() if key in checkpoint.specs}
@@ -175,7 +174,7 @@ def likeness_of(checkpoint: Checkpoint) -> Likeness | None:
 
 
 def modern_name(name: str) -> str:
-    """Return the name that newer releases give a tensor: of DenseNet's layers, and of BERT's LayerNorm."""
+    """Return the name of a tensor in newer releases, for DenseNet's layers and BERT's LayerNorm."""
     if "denselayer" in name:
         name = re.sub(_DENSE, r"\1\2", name)
     for old, new in (("gamma", "weight"), ("beta", "bias")):
@@ -188,10 +187,10 @@ def modern_name(name: str) -> str:
 
 
 def _views(solid: Mapping[str, str], search: _Search) -> Iterator[tuple[int, _Candidates]]:
-    """Yield the names without the segments of wrappers, then without one first segment after the other that most of
-    them share. After that the same with names as newer releases have them, and without ``module`` inside of them.
+    """Yield readings of the keys: without the segments of wrappers, then without one shared leading segment after
+    another; then the same with the names of newer releases and without ``module`` inside them.
 
-    Each comes as the number of tensors that are left out, and the structures that have much in common with the rest."""
+    Each reading is the number of tensors left out, and the candidate structures for the others."""
     segments = segments_in(solid)
     for rename in (strip_segments, lambda key: modern_name(bare(key)))[: 1 + _has_old_names(solid)]:
         names = {key: rename(key) for key in solid}
@@ -201,7 +200,7 @@ def _views(solid: Mapping[str, str], search: _Search) -> Iterator[tuple[int, _Ca
         prefix = b""
         for _ in range(_DEPTH if texts else 0):
             yield len(solid) - len(texts), _candidates(solid, names, texts, prefix, segments, search)
-            # Of sorted texts, what more than half begin with is what the middle one begins with.
+            # A prefix that more than half of the sorted texts share is a prefix of the middle one.
             name = texts[len(texts) // 2].rpartition(b" ")[0]
             first, dot, _ = name[len(prefix) :].partition(b".")
             prefix += first + dot
@@ -212,7 +211,7 @@ def _views(solid: Mapping[str, str], search: _Search) -> Iterator[tuple[int, _Ca
 
 
 def _has_old_names(names: Collection[str]) -> bool:
-    """Return whether some names may have newer ones, or a ``module`` that not all of them begin with."""
+    """Return whether some names may have newer forms, or a ``module`` that is not a prefix of all."""
     text = "\n".join(names)
     return text.count(_LEADING) not in (0, len(names)) or any(each in text for each in _OLD)
 
@@ -225,7 +224,7 @@ def _candidates(
     segments: list[str],
     search: _Search,
 ) -> _Candidates:
-    """Yield the structures that are similar to the tensors under a prefix, unless the same were looked up before."""
+    """Yield the structures that are similar to the tensors under a prefix, unless these were looked up before."""
     hashes = tuple(hashes_of(texts, len(prefix)))
     if hashes in search.seen:
         return
@@ -244,8 +243,8 @@ def _candidates(
 
 
 def _similar(hashes: Sequence[int], count: int) -> Iterator[tuple[int, bool]]:
-    """Yield the structures that have many of the smallest of these hashes, the most first and of those the nearest in
-    size; and whether none has more. ``count`` is the number of all tensors."""
+    """Yield the structures that have many of the smallest of these hashes, with whether none has more; the most first,
+    and among equals the nearest in size. ``count`` is the number of all tensors."""
     known = table()
     votes = known.similar(hashes[:WIDE])
     top = max(votes.values(), default=0)
@@ -259,7 +258,7 @@ def _similar(hashes: Sequence[int], count: int) -> Iterator[tuple[int, bool]]:
 
 
 def _grouped(shapes: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return what has a name by the first segment of the name, and then by the rest."""
+    """Group shapes by the first segment of their names, with the rest of the name as key."""
     groups: dict[str, dict[str, str]] = {}
     for name, shape in shapes.items():
         first, _, rest = name.partition(".")
@@ -268,14 +267,14 @@ def _grouped(shapes: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def _without_common(shapes: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the segments that all names begin with, and the names without them."""
+    """Return the common leading segments of all names, and the names without them."""
     common = commonprefix(list(shapes))  # noqa: RUF071 - texts, not paths; it is cut at the last dot
     before = common[: common.rfind(".") + 1]
     return before, {name[len(before) :]: shape for name, shape in shapes.items()}
 
 
 def _parts(solid: Mapping[str, str], names: tuple[str, ...], search: _Search) -> Iterator[Likeness]:
-    """Yield the known models that are beside each other, each under a first segment of its own."""
+    """Yield the known models in a state_dict, each under its own first segment."""
     before, own = _without_common(solid)
     for first, part in _grouped(own).items():
         if len(part) >= max(_FEWEST, _PART * len(solid)):
@@ -287,8 +286,8 @@ def _parts(solid: Mapping[str, str], names: tuple[str, ...], search: _Search) ->
 
 
 def _renamed(solid: Mapping[str, str]) -> Iterator[tuple[int, _Candidates]]:
-    """Yield names with the first segments of a known model in the place of their own, which are numbers in a Sequential
-    of its layers; and with one before them, if the file is no more than that layer of the model."""
+    """Yield readings whose first segments are replaced by those of a known model, as for a Sequential of its layers, or
+    with one of its segments added in front, if the file is only that layer."""
     before, own = _without_common(solid)
     groups = _grouped(own)
     stars = hashes_of(text_of(starred(name), shape) for name, shape in own.items() if "." in name)
@@ -313,8 +312,8 @@ def _layers(structure: Structure) -> dict[str, dict[str, str]]:
 
 
 def _paired(groups: Mapping[str, Mapping[str, str]], layers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return for each first segment that of the known model which has the same names below it, in the same order;
-    nothing if no segment is another one."""
+    """Map each first segment to that of the known model with the same names below it, in the same order; return nothing
+    if all segments are equal or two map to the same one."""
     own = sorted(groups, key=int) if all(map(str.isdecimal, groups)) else list(groups)
     pairs: dict[str, str] = {}
     for first, layer in layers.items():
@@ -325,7 +324,7 @@ def _paired(groups: Mapping[str, Mapping[str, str]], layers: Mapping[str, Mappin
 
 
 def _prefix(names: Mapping[str, str], segments: list[str]) -> str:
-    """Return what keys have before the names; with a wrapper's segments in between, these and the rest."""
+    """Return what precedes the names in the keys, and the segments of wrappers inside them."""
     key = next(iter(names))
     before = key.removesuffix(names[key])
     inner = [segment for segment in segments if f"{segment}." not in before]
@@ -336,7 +335,7 @@ def _prefix(names: Mapping[str, str], segments: list[str]) -> str:
 
 
 def _compare(view: _View, structure: Structure, near: bool) -> _Match | None:
-    """Compare all names and shapes. None if the structure is not even near, or if ``near`` is not asked for."""
+    """Compare all names and shapes; return None if the structure is not near, or is only near and ``near`` is False."""
     missing, differing, solved = [], [], dict[str, dict[str, int]]()
     others = [(key, shape) for key, shape in structure.shapes.items() if view.shapes.get(key) != shape]
     matching = len(structure.shapes) - len(others)
@@ -372,14 +371,14 @@ def _compare(view: _View, structure: Structure, near: bool) -> _Match | None:
 
 
 def _is_excused(key: str, view: _View, structure: Structure) -> bool:
-    """Return whether a tensor may be missing: it says nothing, or it is tied to one that is there."""
+    """Return whether a tensor may be missing: it is not specific to an architecture, or is tied to an existing one."""
     if is_passing(key, ()):
         return True
     return any(key in group and any(other in view.shapes for other in group) for group in structure.ties)
 
 
 def _agreed(solved: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return for each size the value that most tensors have."""
+    """Return the most common value of each size."""
     values: dict[str, Counter[int]] = {}
     for sizes in solved:
         for letter, value in sizes.items():
@@ -411,7 +410,7 @@ def _fit(structure: Structure, matching: int, missing: list[str], added: list[st
 
 
 def _head_places(structure: Structure, head: Iterable[str]) -> tuple[str, ...]:
-    """Return the modules that hold the head, each with its dot; the one around a layer if it holds little else."""
+    """Return the modules of the head, each with a trailing dot; the parent of a layer if it contains little else."""
     places = set()
     for module in {key.rpartition(".")[0] for key in head}:
         around = module.rpartition(".")[0]
@@ -430,7 +429,7 @@ def _likeness(best: list[_Match], names: Iterable[str]) -> Likeness:
         model, match = entry
         own = model.name.partition("/")[2]
         is_said = any(re.sub(r"[^a-z0-9]+", "_", own.lower()) in stem for stem in stems)
-        # Of names for one structure the shortest is the plainest: resnet18 and not resnetblur18.
+        # The shortest name is the plainest: resnet18, not resnetblur18.
         unusual = len(_unusual(model, match.sizes).keys() - {"c"})
         return (unusual, not is_said, _LIBRARIES.index(model.library), len(own), own)
 

@@ -1,14 +1,14 @@
-"""The table of known structures: names, shapes, dtypes, buffers and ties of what the libraries build.
+"""The table of known structures: names, shapes, dtypes, buffers and ties of the models in well-known libraries.
 
-``structures.bin`` is written by ``benchmarks/structures.py`` and has three parts. The index is a text with a line for
-each structure: its block, its place in that block, the number of tensors that say something of it, its models. The
-sketches are the smallest hashes of the tensors of each structure, also with any first segment, sorted, with the number
-of the structure, so that a few hashes of a file find what is like it (min-wise hashing). The blocks are packed texts:
-in a block a line is a module, with its tensors and the lines of its children, and equal modules are one line. A look-up
-reads the index, the sketches and a block or two.
+``structures.bin`` is written by ``benchmarks/structures.py`` and has three parts. The index is a text with a line per
+structure: its block, its line in that block, the number of tensors that are specific to it, its models. The sketches
+are the smallest hashes of the tensors of each structure, also with any first segment, sorted, with the number of the
+structure, so that a few hashes of a file find similar structures (min-wise hashing). The blocks are compressed texts:
+each line is a module with its tensors and the lines of its children, and equal modules share a line. A lookup reads the
+index, the sketches and one or two blocks.
 
-A size that the user chooses is a letter: ``c`` classes, ``i`` input channels, ``v`` words; ``4c`` and ``c+1`` are made
-of it. ``197s785`` is 197 for images of the usual size and 785 for those twice as large."""
+A size that the user chooses is a letter: ``c`` classes, ``i`` input channels, ``v`` words; ``4c`` and ``c+1`` are
+computed from it. ``197s785`` is 197 for images of the default size and 785 for images twice as large."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ if TYPE_CHECKING:
 
 PATH = Path(__file__).with_name("structures.bin")
 SKETCH = 8  # hashes of a structure
-WIDE = 3 * SKETCH  # hashes of a file that are looked up: it may have other small ones, of its head, in between
+WIDE = 3 * SKETCH  # hashes of a file to look up; some of its smallest hashes may belong to another head
 
-# What the sizes are called where the user writes them.
+# The user's names of the sizes.
 NAMES = {"c": "num_classes", "i": "in_chans", "v": "vocab_size", "s": "img_size"}
 
-# Scalars beside the weights in the files that OpenAI gave out.
+# Scalars next to the weights in OpenAI's files.
 OF_CLIP = {"input_resolution", "context_length", "vocab_size"}
 _PASSING = {NUM_BATCHES_TRACKED, "n_averaged"}
 
 _SIZE = re.compile(r"(\d*)([civ])(\+1)?|(\d+)s(\d+)")
 _ITEM = re.compile(r"([^:=@~!\s]*)([:=@~!])(\S*)")
-_BLOCKS = 8  # blocks that are kept
-Sizes = Mapping[str, int]  # chosen sizes by their letter
+_BLOCKS = 8  # blocks in the cache
+Sizes = Mapping[str, int]  # chosen sizes by letter
 Items = list[tuple[str, str]]  # tensors with their tokens
 
 
 class Model(Struct, frozen=True):
-    """A model of a library, ``timm/resnet50``, and the sizes that it has without arguments."""
+    """A model of a library, ``timm/resnet50``, and its default sizes."""
 
     name: str
     sizes: Sizes
 
     @property
     def library(self) -> str:
-        """The package, or a short name of it."""
+        """The package, or its short name."""
         return self.name.partition("/")[0]
 
 
 class Structure(Struct, frozen=True, dict=True):
-    """What some models have in common: all names and shapes, except for the sizes that a user chooses.
+    """The common structure of some models: all names and shapes, with variables for the sizes that a user chooses.
 
-    ``count`` is the number of tensors that say something of the architecture.
-    ``tokens`` has for each tensor its sign (``:`` for a parameter, ``=`` for a buffer), its shape with dots, and its
-    dtype after a slash if that is not float32."""
+    ``count`` is the number of tensors that are specific to the architecture. ``tokens`` has, for each tensor, its sign
+    (``:`` for a parameter, ``=`` for a buffer), its shape with dots, and after a slash its dtype if that is not
+    float32."""
 
     number: int
     count: int
@@ -85,8 +85,8 @@ class Structure(Struct, frozen=True, dict=True):
         return {key: _shape(token) for key, token in self.tokens.items()}
 
     def target(self, label: str, sizes: Sizes, usual: Sizes) -> Target:
-        """Return what a strict load into the model of these sizes wants; ``usual`` are those that it has by default."""
-        from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target  # which reading only the table does not need
+        """Return what a strict load into the model with these sizes expects; ``usual`` are the default sizes."""
+        from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target  # recognition does not need it
 
         left_out = {key for key, shape in self.shapes.items() if sizes.get("c") == 0 and is_of_head(shape)}
         slots = {}
@@ -115,7 +115,8 @@ def is_free(shape: str) -> bool:
 
 
 def shape_of(shape: str, sizes: Sizes = MappingProxyType({}), usual: Sizes = MappingProxyType({})) -> tuple[int, ...]:
-    """Return a shape of the table as numbers. Raises ValueError if images of that size make no table of positions."""
+    """Return a shape of the table as numbers. Raises ``ValueError`` if images of that size do not divide into
+    patches."""
     return tuple(_number(size, sizes, usual) for size in shape.split(".")) if shape else ()
 
 
@@ -135,11 +136,10 @@ def _number(size: str, sizes: Sizes, usual: Sizes) -> int:
 
 
 def _grown(one: int, two: int, image: int, normal: int) -> int | None:
-    """Return what grows with the image from ``one`` to ``two`` when it is twice as large; None if that is not a whole
-    number.
+    """Return a size that is ``one`` for images of size ``normal``, and ``two`` for images twice as large, for images of
+    size ``image``; None if it is not an integer.
 
-    A table has a row for each patch, and some more; or a row for each distance of two patches; or it grows with the
-    side of the image."""
+    It is the number of patches plus a constant, or of distances between patches, or linear in the image size."""
     if (rest := (4 * one - two) // 3) * 3 == 4 * one - two and 0 <= rest < one:
         top, bottom = (one - rest) * image * image, normal * normal
         return rest + top // bottom if top % bottom == 0 else None
@@ -152,7 +152,8 @@ def _grown(one: int, two: int, image: int, normal: int) -> int | None:
 
 
 def _side(one: int, two: int) -> int:
-    """Return how many patches a side has, if a table has a row for each of their distances, and 3 more at most."""
+    """Return the number of patches per side, if a table has a row per distance of two patches and at most 3 more; else
+    0."""
     root = isqrt(1 + 3 * (two - one)) if two > one else 0
     side = (1 + root) // 6
     return side if 0 <= one - (2 * side - 1) ** 2 == two - (4 * side - 1) ** 2 <= 3 else 0
@@ -166,7 +167,7 @@ def _parts(size: str) -> tuple[str, str, str, str, str]:
 
 
 def solve(shape: str, own: str, usual: Sizes) -> dict[str, int] | None:
-    """Return the sizes with which a shape of the table is this one; None if there are none."""
+    """Return the sizes with which a shape of the table equals ``own``; None if there are none."""
     sizes, numbers = (each.split(".") if each else [] for each in (shape, own))
     if len(sizes) != len(numbers):
         return None
@@ -188,7 +189,7 @@ def solve(shape: str, own: str, usual: Sizes) -> dict[str, int] | None:
 
 
 def _image(one: int, two: int, own: int, normal: int) -> int:
-    """Return the size of the images for which a table has ``own`` rows; 0 if there is none."""
+    """Return the image size for which a table has ``own`` rows; 0 if there is none."""
     if one == own:
         return normal
     rest = (4 * one - two) // 3
@@ -207,35 +208,35 @@ def _image(one: int, two: int, own: int, normal: int) -> int:
 
 
 def is_passing(key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor counts batches or comes and goes between releases: neither tells an architecture."""
+    """Return whether a tensor is not specific to an architecture, because it counts batches or comes and goes between
+    releases."""
     leaf = key.rpartition(".")[2]
     return leaf in _PASSING or is_transient(leaf, shape) or key in OF_CLIP
 
 
 def fixed(tokens: Mapping[str, str]) -> dict[str, str]:
-    """Return the shapes of the tensors that every model of a structure has as they are."""
+    """Return the shapes of the specific tensors that do not depend on the user's sizes."""
     shapes = {key: _shape(token) for key, token in tokens.items()}
     return {key: shape for key, shape in shapes.items() if not (is_free(shape) or is_passing(key, shape_of(shape)))}
 
 
 def starred(key: str) -> str:
-    """Return a name with any first segment: ``*.0.weight`` of ``features.0.weight`` and of ``1.0.weight``."""
+    """Return a name with ``*`` for its first segment: ``*.0.weight`` for ``features.0.weight`` and ``1.0.weight``."""
     return f"*.{key.partition('.')[2]}"
 
 
 def text_of(key: str, shape: str) -> bytes:
-    """Return a name with its shape as it is hashed."""
+    """Return a name with its shape, as the bytes to hash."""
     return f"{key} {shape}".encode(errors="surrogatepass")
 
 
 def hashes_of(texts: Iterable[bytes], cut: int = 0) -> list[int]:
-    """Return the hashes of texts, each without its first ``cut`` bytes, by which structures are found: the smallest
-    first."""
+    """Return the hashes of texts without their first ``cut`` bytes, in ascending order."""
     return sorted({crc32(text[cut:]) * 2654435761 & 0xFFFFFFFF for text in texts})
 
 
 class KnownStructures:
-    """The table, read as far as it is asked."""
+    """The table, whose blocks are read on demand."""
 
     def __init__(self, path: Path = PATH) -> None:
         self._path = path
@@ -247,7 +248,7 @@ class KnownStructures:
             self._owners.frombytes(file.read(2 * sketches))
             self._start = file.tell()
         first, second, self._rows = text.split("\n", 2)
-        # The libraries, and the versions that were looked at.
+        # The version of each library from which the table was made.
         self.versions: Mapping[str, str] = dict(each.split("=") for each in first.split())
         self._ends = [int(end) for end in second.split()]
         self._lines = self._rows.split("\n")
@@ -257,7 +258,7 @@ class KnownStructures:
         return len(self._lines)
 
     def similar(self, hashes: Iterable[int]) -> Counter[int]:
-        """Return the structures that have some of the smallest of these hashes, with how many."""
+        """Count how many of these hashes each structure has among its smallest."""
         found: Counter[int] = Counter()
         for value in hashes:
             at = bisect_left(self._hashes, value)
@@ -267,7 +268,7 @@ class KnownStructures:
         return found
 
     def count(self, number: int) -> int:
-        """Return how many tensors of a structure say something of the architecture."""
+        """Return the number of tensors that are specific to a structure."""
         return int(self._lines[number].split(" ", 3)[2])
 
     def names(self) -> Iterator[str]:
@@ -276,7 +277,7 @@ class KnownStructures:
             yield from (word.partition(";")[0] for word in line.split(" ")[3:])
 
     def find(self, name: str) -> tuple[Structure, Model] | None:
-        """Return the structure of a model by its name."""
+        """Return a model by its name, with its structure; None if it is not in the table."""
         match = re.search(rf"(?m)^.* {re.escape(name)}(?:;\S*)?(?: .*)?$", self._rows)
         if match is None:
             return None
@@ -305,7 +306,7 @@ class KnownStructures:
         return Structure(number, int(count), tuple(models), tokens, frozenset(transient), frozenset(others), groups)
 
     def _block(self, number: int) -> tuple[list[str], dict[int, Items]]:
-        """Return the lines of a block, and the modules that were expanded: its structures have most in common."""
+        """Return the lines of a block, and a cache of expanded modules, which its structures share."""
         start = self._ends[number - 1] if number else 0
         with self._path.open("rb") as file:
             file.seek(self._start + start)
@@ -314,7 +315,7 @@ class KnownStructures:
 
 
 def expanded(lines: list[str], line: int, modules: dict[int, Items]) -> Items:
-    """Return the tensors of a module and of its children, each with its token; ``modules`` keeps the children."""
+    """Return the tensors of a module and its children, each with its token; ``modules`` caches expanded children."""
     items: Items = []
     for name, sign, rest in _ITEM.findall(lines[line]):
         if sign == "@":
@@ -330,14 +331,14 @@ def expanded(lines: list[str], line: int, modules: dict[int, Items]) -> Items:
 
 @cache
 def table() -> KnownStructures:
-    """Return the table that comes with ckptfix."""
+    """Return the table that ships with ckptfix."""
     return KnownStructures()
 
 
 def known_target(spec: str) -> Target:
-    """Return what a strict load into a known model wants; ``spec`` is ``timm/resnet50[num_classes=10]``.
+    """Return what a strict load into a known model expects; ``spec`` is ``timm/resnet50[num_classes=10]``.
 
-    Raises ``TargetError`` if there is no such model, or none of such sizes."""
+    Raises ``TargetError`` for an unknown model or invalid sizes."""
     name, bracket, rest = spec.partition("[")
     label = f"{KNOWN}{spec}"
     found = table().find(name)

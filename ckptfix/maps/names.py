@@ -180,8 +180,8 @@ _OF_NORMS = {"gamma": "weight", "beta": "bias"}
 
 
 def crosses_first(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], bool]:
-    """Return the modules that have a ``cross_attn`` beside another attention, and whether it is defined first, as in
-    Deformable DETR: the first norm of the module is then that of the cross attention."""
+    """Return the modules that have a ``cross_attn`` and another attention, and whether the cross attention is defined
+    first, as in Deformable DETR: the first norm of the module then belongs to it."""
     found: dict[tuple[str, ...], dict[bool, None]] = {}
     for path in paths:
         for at, name in enumerate(path[:-1]):

@@ -1,1 +1,1 @@
-"""What works on live models: building them, loading into them, and measuring their statistics."""
+"""Works with live models: builds them, traces their loaders, and measures their running statistics."""

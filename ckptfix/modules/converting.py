@@ -1,8 +1,8 @@
-"""What a library itself makes of the names and layouts of older files: its loader, run on tensors without values.
+"""Traces how a library converts the names and layouts of older files, by running its loader on tensors without values.
 
-``Traced`` tensors have a shape and say which elements of which key of the file they are made of. The library loads or
-converts them as it would the file: names, stacks of experts, fused layers and permutations for rotary embeddings are
-moved by its own code, whatever its release, and no weight is read."""
+``Traced`` tensors have a shape and track which elements of which keys of the file they consist of. The library loads or
+converts them as it would the file: its own code, of whatever release, moves names, stacks of experts, fused layers and
+permutations for rotary embeddings, and no weight is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Traced(torch.Tensor):
-    """A tensor without values that knows where its elements come from."""
+    """A tensor without values that tracks where its elements come from."""
 
     elements: Elements
 
@@ -49,14 +49,14 @@ class Traced(torch.Tensor):
                 return operation(*args, **{k: v for k, v in kwargs.items() if name != "_to_copy" or k == "dtype"})
         if name.endswith("_") and isinstance(args[0], Traced):
             raise UntraceableError(f"{name} changes values of the file")
-        # Whatever else is computed, as for a layer that the file lacks, is not in the file.
+        # The result of any other computation, as for a layer that the file lacks, is not from the file.
         return func(
             *tree_map(_without_trace, args),
             **tree_map(_without_trace, kwargs | {"device": "meta"} if "device" in kwargs else kwargs),
         )
 
     def parts(self, shapes: Mapping[str, Shape]) -> tuple[Part, ...]:
-        """Return the parts of the file that the tensor consists of; none if some of it is not from there."""
+        """Return the tensor as parts of the file; empty if some elements are not from the file."""
         parts = self.elements.parts(shapes)
         return parts if sum(part.numel for part in parts) == self.numel() else ()
 
@@ -150,7 +150,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def converter_of(module: nn.Module) -> Converter | None:
-    """Return what gives the map that the loader of a model's own library applies to a file; None for other models."""
+    """Return the function that maps a file like the loader of the model's own library; None for other models."""
     found = {path: child for path, child in module.named_modules() if _library(child)}
     fronts = {path: f"{path}." if path else "" for path in found}
     inner = {path for path in found for other, front in fronts.items() if path != other and path.startswith(front)}
@@ -176,7 +176,7 @@ State = dict[str, Any]
 
 def _by_transformers(model: Any, given: State) -> State:
     with torch.device("meta"):
-        torch.empty(0)  # or torch remembers the functions that transformers replaces for a while
+        torch.empty(0)  # torch caches its factory functions here, before transformers patches them temporarily
     options = {"config": deepcopy(model.config), "device_map": "meta", "ignore_mismatched_sizes": True}
     made = type(model).from_pretrained(None, state_dict=given, **options)
     return {key: getattr(value, "data", value) for key, value in made.state_dict(keep_vars=True).items()}
@@ -211,17 +211,17 @@ _LIBRARIES: dict[str, tuple[str, Callable[[Any, State], State]]] = {
     "timm": ("reset_classifier", _by_timm),
     "open_clip": ("encode_text", _by_open_clip),
 }
-"""What the classes of whole models have in each library, and what it makes of a file for such a model."""
+"""For each library, an attribute that its classes of whole models have, and the function that converts a file."""
 
 
 def _library(model: nn.Module) -> str:
-    """Return the library that loads files into a whole model; empty if there is none."""
+    """Return the library with a loader for a whole model of this class; empty if there is none."""
     bases = (base.__module__.partition(".")[0] for base in type(model).__mro__)
     return next((name for name in bases if name in _LIBRARIES and hasattr(type(model), _LIBRARIES[name][0])), "")
 
 
 def _loaded(model: Any, shapes: Mapping[str, Shape]) -> dict[str, tuple[Part, ...]]:
-    """Return the parts of the tensors that its library gives a model of this class for a file of these shapes."""
+    """Return the parts of the tensors that the model's library would load from a file with these shapes."""
     given = {key: Traced(Elements.of(key, shape)) for key, shape in shapes.items()}
     with _silent(), suppress(Exception):  # the library's code may raise anything for a file that is not its own
         found = _LIBRARIES[_library(model)][1](model, given)
@@ -234,11 +234,11 @@ def _loaded(model: Any, shapes: Mapping[str, Shape]) -> dict[str, tuple[Part, ..
     return {}
 
 
-_REDIRECTED = RLock()  # two threads that put back what they found would leave each other's stream in its place
+_REDIRECTED = RLock()  # without it, two threads could restore each other's redirected stream
 
 
 class _OfOthers(TextIOBase):
-    """A stream that leaves out what this thread writes, and passes on what others do."""
+    """A stream that drops the output of the thread that created it, and passes on that of other threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.thread = stream, get_ident()
@@ -249,7 +249,7 @@ class _OfOthers(TextIOBase):
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep the library from reporting on a load that does not happen; other threads print and log as before."""
+    """Suppress what the library prints and logs about this load; other threads print and log as before."""
     mine = get_ident()
 
     def is_of_others(record: logging.LogRecord) -> bool:

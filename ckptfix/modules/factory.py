@@ -1,4 +1,4 @@
-"""The target that a factory of the user makes: ``--model pkg.mod:factory``. This runs the user's code."""
+"""Builds the target from the user's factory, ``--model pkg.mod:factory``. This runs the user's code."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ckptfix.modules.named import SCHEMES, Name, named_builder
 from ckptfix.reading.adapters import model_config
 from ckptfix.reading.opening import open_file
 
-ModelArguments = Mapping[str, Any] | Sequence[Any]  # what `--model-args` gives: keyword arguments, or positional ones
+ModelArguments = Mapping[str, Any] | Sequence[Any]  # the value of `--model-args`: keyword or positional arguments
 
 
 def target_of(
     model: nn.Module | str | None, like: str | os.PathLike[str] | None, arguments: ModelArguments = (), seed: int = 0
 ) -> Target:
-    """Return what a model, a factory (``pkg.mod:factory``) or else ``like`` wants: a reference file, or a known
+    """Return the target for a model or a factory (``pkg.mod:factory``), else for ``like``: a reference file or a known
     architecture (``known:timm/resnet50``)."""
     if isinstance(model, str):
         return target_from_factory(model, arguments, seed)
@@ -50,14 +50,14 @@ def target_of(
 
 
 def target_from_factory(spec: str, arguments: ModelArguments = (), seed: int = 0) -> Target:
-    """Return what the model of a factory wants.
+    """Return the target for the model of a factory.
 
-    ``spec`` is ``pkg.mod:factory``: a function, a class or an ``nn.Module`` instance; modules are found in the working
-    directory too. The model is built on the meta device, where its weights cost nothing; a factory that needs real
-    tensors is run again without it, and a remark says so. ``initial`` builds the real model on first use, from
-    ``seed``. The random state of torch is left as it was.
+    ``spec`` is ``pkg.mod:factory``: a function, a class or an ``nn.Module`` instance; modules are also found in the
+    working directory. The model is built on the meta device, where weights cost nothing; a factory that needs real
+    tensors runs again without it, and a remark says so. ``initial`` builds the real model on first use, from ``seed``.
+    torch's random state is preserved.
 
-    Raises ``TargetError``: one line that says what to do, and the user's traceback where the user's own code raised."""
+    Raises ``TargetError``, a line that says what to do, with the user's traceback if the user's code raised."""
     made = resolve(spec, seed)
     if isinstance(made, torch.nn.Module):
         return _target(_build(spec, made, arguments, seed), spec)
@@ -66,10 +66,10 @@ def target_from_factory(spec: str, arguments: ModelArguments = (), seed: int = 0
     initial = cache(lambda: _values(build(), spec))
     try:
         with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")  # loading into a meta tensor warns that it does nothing, as we wish
+            warnings.simplefilter("ignore")  # torch warns that loading into a meta tensor does nothing
             model = _build(spec, made, arguments, seed)
     except TargetError as error:
-        if error.__cause__ is None:  # the factory ran to its end, and what it made is not a model
+        if error.__cause__ is None:  # the factory returned something other than a model
             raise
         reason = str(error.__cause__).partition("\n")[0]
     else:
@@ -85,7 +85,7 @@ def _target(model: nn.Module, label: str | None = None) -> Target:
 
 
 def build_module(spec: str, arguments: ModelArguments = (), seed: int = 0) -> torch.nn.Module:
-    """Return the model of a factory with real weights, made from ``seed``; otherwise as ``target_from_factory``."""
+    """Return the model of a factory with real weights, from ``seed``; otherwise like ``target_from_factory``."""
     return _build(spec, resolve(spec, seed), arguments, seed)
 
 
@@ -102,15 +102,15 @@ def _values(model: torch.nn.Module, spec: str) -> Mapping[str, torch.Tensor]:
 
 
 def resolve(spec: str, seed: int) -> Any:
-    """Return what builds the model that ``spec`` names: the object ``pkg.mod:name``, or the model of a library
-    (``timm:resnet50``). Raises ``TargetError`` if there is none."""
+    """Return the builder of the model that ``spec`` names: the object ``pkg.mod:name``, or a model of a library
+    (``timm:resnet50``). Raises ``TargetError`` if it does not exist."""
     try:
         with user_code(spec, seed):
             if spec.startswith(PREFIX) and (name := Name.of(spec)) is not None and ":" in name.name:
                 return partial(build_class, _object(name.name, seed), name.arguments)
             made = named_builder(spec)
     except TargetError:
-        with contextlib.suppress(TargetError):  # pkg.mod:factory with a package that has the name of a scheme
+        with contextlib.suppress(TargetError):  # pkg.mod:factory if the package has the name of a scheme
             found = _object(spec, seed)
             if not isinstance(found, type) or issubclass(found, torch.nn.Module):
                 return found
@@ -146,7 +146,7 @@ def _import(path: str, spec: str) -> ModuleType:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise  # the module is there; it is one of its own imports that is missing
+            raise  # the module exists, but one of its own imports is missing
         remedy = f"run from the folder that contains {path.partition('.')[0]}, or install it"
         if path.endswith(".py"):
             remedy = f"did you mean {path.removesuffix('.py').replace('/', '.')}:{spec.partition(':')[2]}?"
@@ -162,7 +162,7 @@ def _place(module: ModuleType) -> str:
 
 
 def _build(spec: str, factory: Callable[..., Any], arguments: ModelArguments, seed: int) -> torch.nn.Module:
-    """Return the model that the factory makes of its arguments, or the factory itself where it is a model."""
+    """Return the model that the factory builds from its arguments, or the factory itself if it is a model."""
     if isinstance(factory, torch.nn.Module):
         if arguments:
             raise TargetError(
@@ -181,16 +181,16 @@ def _build(spec: str, factory: Callable[..., Any], arguments: ModelArguments, se
 
 @contextlib.contextmanager
 def user_code(spec: str, seed: int) -> Iterator[None]:
-    """Run code of the user.
+    """Run the user's code.
 
-    The working directory can be imported from, random numbers come from ``seed``, and what is printed goes to stderr,
-    as stdout belongs to the report. Errors become a ``TargetError`` that carries the user's part of the traceback."""
-    import torch  # before its own imports could find files of the user's folder
+    The working directory is importable, random numbers come from ``seed``, and anything printed goes to stderr, because
+    stdout is for the report. Errors become a ``TargetError`` with the user's part of the traceback."""
+    import torch  # first, so that its own imports cannot find files in the user's folder
 
     folder = str(Path.cwd())
     sys.path.insert(0, folder)
     try:
-        # Only the CPU's generator is seeded: manual_seed reaches the GPUs' too, and to put those back would start CUDA.
+        # Seeds only the CPU's generator: manual_seed also seeds the GPUs', and restoring those would initialise CUDA.
         with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(sys.stderr):
             torch.default_generator.manual_seed(seed)
             yield
@@ -199,7 +199,7 @@ def user_code(spec: str, seed: int) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # user code may raise anything
         raise _error_of_user(spec, error) from error
     finally:
-        with contextlib.suppress(ValueError):  # the user's code may have taken it out itself
+        with contextlib.suppress(ValueError):  # the user's code may have removed it
             sys.path.remove(folder)
 
 
@@ -207,8 +207,8 @@ def _error_of_user(spec: str, error: BaseException) -> TargetError:
     what = traceback.format_exception_only(error)[-1].strip()
     frames = error.__traceback__
     while frames is not None and _leads_to_user(frames.tb_frame.f_code.co_filename):
-        frames = frames.tb_next  # those of ckptfix, and of Python's import machinery
-    if frames is None and not isinstance(error, SyntaxError):  # the call itself failed: the user's code was not entered
+        frames = frames.tb_next  # skip frames of ckptfix and of Python's import machinery
+    if frames is None and not isinstance(error, SyntaxError):  # the call failed before entering the user's code
         return TargetError(
             Opt("model", spec), f" cannot be called like this: {error}; give its arguments with ", Opt("model_args")
         )

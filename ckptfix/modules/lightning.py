@@ -1,5 +1,5 @@
-"""``lightning:PKG.MOD:CLASS``: a LightningModule, built as ``load_from_checkpoint`` builds it, from the arguments that
-Lightning saved in the checkpoint. Those are read inertly: only plain data reaches the class."""
+"""``lightning:PKG.MOD:CLASS``: builds a LightningModule, as ``load_from_checkpoint`` does, from the arguments that
+Lightning saved in the checkpoint. They are read inertly, so only plain data reaches the class."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ckptfix.errors import Opt, TargetError, UsageError
 from ckptfix.writing.plain import has_plain_form, plain_root
 
 PREFIX = "lightning:"
-# The key of the saved arguments among those of the builder. No argument of a class can have this name.
+# The key of the saved arguments among those of the builder; not an identifier, so no argument has this name.
 _SAVED = "of the checkpoint"
 
-# Where the releases of Lightning put them, the newest last.
+# The keys that releases of Lightning use for them, the newest last.
 _PLACES = ("hparams", "module_arguments", "hyper_parameters")
 
 
 def with_saved_arguments(arguments: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the arguments of ``--model-args`` together with those that Lightning saved, for ``build_class``.
+    """Return the arguments of ``--model-args`` with those that Lightning saved, for ``build_class``.
 
-    Objects of classes that are not plain data are left out. So are tensors."""
+    Objects that are not plain data are left out, and so are tensors."""
     if arguments and not isinstance(arguments, Mapping):
         raise UsageError(Opt("model_args"), ": a Lightning module takes its arguments by name; give an object")
     raw: Mapping[Any, Any] = checkpoint.root if isinstance(checkpoint.root, Mapping) else {}
@@ -40,7 +40,7 @@ def with_saved_arguments(arguments: Any, checkpoint: Checkpoint) -> dict[str, An
                 str(key): _kind(value) for key, value in before.items() if key not in after or not _is_data(value)
             }
     name = raw.get("hparams_name")
-    # The child gets them as JSON: a tuple is a list there, so it is one here.
+    # The child process gets them as JSON, which turns tuples into lists, so do the same here.
     kept = {
         "values": json.loads(json.dumps(saved)),
         "left out": left_out,
@@ -56,14 +56,14 @@ def _fields(value: Any) -> Mapping[Any, Any]:
 
 
 def _kind(value: Any) -> str:
-    """Return what an argument is that is left out: its class, or the name that it represents."""
+    """Describe an argument that is left out: its class, or the global that it names."""
     if isinstance(value, Opaque | Global):
         return str(value.cls if isinstance(value, Opaque) else value)
     return "a tensor" if isinstance(value, TensorSpec) else f"a {type(value).__name__} with objects in it"
 
 
 def remarks_on(arguments: Any) -> tuple[str, ...]:
-    """Return the remark that the class made its own choice for arguments that the file has as objects."""
+    """Return a remark on arguments that keep the class's defaults because they are objects in the file."""
     kept = arguments.get(_SAVED) if isinstance(arguments, Mapping) else None
     lost = {key: kind for key, kind in kept["left out"].items() if key not in arguments} if kept else {}
     if not lost:
@@ -73,7 +73,7 @@ def remarks_on(arguments: Any) -> tuple[str, ...]:
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether JSON says all of a value once it is plain."""
+    """Return whether JSON can hold a value completely once it is plain data."""
     if isinstance(value, Opaque):
         return has_plain_form(value) or str(value.cls).endswith(".AttributeDict")
     if isinstance(value, Mapping):
@@ -84,8 +84,8 @@ def _is_data(value: Any) -> bool:
 
 
 def build_class(made: Any, given: Mapping[str, Any], **more: Any) -> Any:
-    """Build a LightningModule. Of the saved arguments the class gets those that it takes, or all of them as one
-    argument; those that the user gives replace them."""
+    """Build a LightningModule from the saved arguments that the class takes, or from all of them as one argument, with
+    the user's arguments in their place. Raises ``TargetError`` if a required argument was saved as an object."""
     saved = more.pop(_SAVED, {"values": {}, "left out": {}, "name": None})
     accepted = inspect.signature(made).parameters
     values = {saved["name"]: saved["values"]} if saved["name"] in accepted else saved["values"]
@@ -103,5 +103,5 @@ def build_class(made: Any, given: Mapping[str, Any], **more: Any) -> Any:
             )
     model = made(**values)
     if hasattr(model, "configure_model"):
-        model.configure_model()  # large models make their layers there
+        model.configure_model()  # large models create their layers there
     return model

@@ -1,9 +1,9 @@
-"""Models by the name that their library gives them: ``timm:resnet50[num_classes=10]``.
+"""Builds models by their name in a library: ``timm:resnet50[num_classes=10]``.
 
-A name is ``SCHEME:NAME``, with keyword arguments in brackets if there are any; they are plain data, and nothing is
-evaluated. A scheme is a function: it takes the name and returns what builds the model from keyword arguments, without
-pretrained weights. It raises ``LookupError`` with a sentence if it does not know the name. Other packages add schemes
-as entry points of the group ``ckptfix.models``."""
+A name is ``SCHEME:NAME``, optionally with keyword arguments in brackets; they are plain data, and nothing is evaluated.
+A scheme is a function from the name to a builder, which makes the model from keyword arguments, without pretrained
+weights. It raises ``LookupError`` with a sentence for an unknown name. Other packages add schemes as entry points of
+the group ``ckptfix.models``."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.likeness import SIZE_ARGUMENTS
 from ckptfix.errors import CkptfixError, Opt, TargetError
 
-ModelBuilder = Callable[..., Any]  # what builds a model from keyword arguments
+ModelBuilder = Callable[..., Any]  # builds a model from keyword arguments
 
 
 def timm(name: str) -> ModelBuilder:
-    """``timm:NAME``, or ``timm:FOLDER`` with the config.json that timm writes."""
+    """``timm:NAME``, or ``timm:FOLDER`` with a config.json as timm writes it."""
     library = importlib.import_module("timm")
     if Path(name).is_dir():
         return _without_weights(library.create_model, f"local-dir:{name}", pretrained=False)
@@ -41,7 +41,7 @@ def timm(name: str) -> ModelBuilder:
 
 
 def torchvision(name: str) -> ModelBuilder:
-    """``torchvision:NAME``, with or without the module that it is in: ``detection.ssd300_vgg16``."""
+    """``torchvision:NAME``, with or without its module: ``detection.ssd300_vgg16``."""
     library = importlib.import_module("torchvision.models")
     module, _, own = name.removeprefix("models.").rpartition(".")
     own = _known("torchvision", f"quantized_{own}" if module == "quantization" else own, library.list_models())
@@ -51,13 +51,13 @@ def torchvision(name: str) -> ModelBuilder:
 
 
 def _without_weights(build: ModelBuilder, *words: Any, **without: Any) -> ModelBuilder:
-    """Return what builds a model and fetches no weights, also if its arguments ask for some: the file has them."""
+    """Return a builder that never fetches weights, even if its arguments ask for them, because the file has them."""
     return lambda **options: build(*words, **{**options, **without})
 
 
 def transformers(name: str) -> ModelBuilder:
-    """``transformers:FOLDER`` with a config.json, which names the class; or ``transformers:CLASS``, with the fields of
-    its configuration, ``config=FOLDER``, or both."""
+    """``transformers:FOLDER`` with a config.json that names the class; or ``transformers:CLASS`` with the fields of its
+    configuration, ``config=FOLDER``, or both."""
     library = importlib.import_module("transformers")
     if (place := _config_in(name)) is not None:
         (named, *_) = json.loads(place.read_text(encoding="utf-8")).get("architectures") or ["AutoModel"]
@@ -88,7 +88,7 @@ def _of_transformers(made: Any, config: str | None = None, **fields: Any) -> Any
 
 
 def diffusers(name: str) -> ModelBuilder:
-    """``diffusers:FOLDER`` with the config.json of one model, such as the unet of a pipeline; or ``diffusers:CLASS``,
+    """``diffusers:FOLDER`` with the config.json of one model, such as the unet of a pipeline; or ``diffusers:CLASS``
     with its arguments, ``config=FOLDER``, or both."""
     library = importlib.import_module("diffusers")
     if Path(name, "model_index.json").is_file():
@@ -118,7 +118,7 @@ def open_clip(name: str) -> ModelBuilder:
     own = _known("open_clip", name.replace("/", "-"), library.list_models())
 
     def build(**options: Any) -> Any:
-        # pretrained_text is True by default, for the towers that are models of the hub; and it moves the model.
+        # pretrained_text is True by default, for text towers from the hub, and the device moves the model.
         without = {"pretrained": None, "pretrained_text": False}
         return library.create_model(own, **{"device": torch.get_default_device(), **options, **without})
 
@@ -133,7 +133,7 @@ def smp(name: str) -> ModelBuilder:
 
     def build(**options: Any) -> Any:
         encoder = str(options.get("encoder_name", "tu-"))
-        if not encoder.startswith("tu-"):  # these are timm's
+        if not encoder.startswith("tu-"):  # encoders of timm
             _known("segmentation_models_pytorch", encoder, library.encoders.get_encoder_names(), kind="encoder")
         return made(**{**options, "encoder_weights": None})
 
@@ -149,7 +149,7 @@ def torchaudio(name: str) -> ModelBuilder:
 
 
 def ultralytics(name: str) -> ModelBuilder:
-    """``ultralytics:FILE.yaml``, a file of one's own or one that the package has."""
+    """``ultralytics:FILE.yaml``, the user's own file or one in the package."""
     library = importlib.import_module("ultralytics")
     if not name.endswith((".yaml", ".yml")):
         raise LookupError(f"{name} is not a model's YAML file, like yolov8n.yaml")
@@ -158,7 +158,7 @@ def ultralytics(name: str) -> ModelBuilder:
         described = tasks.yaml_model_load(name)
     except FileNotFoundError as error:
         raise LookupError(f"ultralytics has no {name}, and there is no such file") from error
-    # YOLO knows the class of each task, and is made from a file only.
+    # YOLO maps tasks to classes, but can only be constructed from a file.
     classes = library.YOLO.task_map.fget(library.YOLO.__new__(library.YOLO))
     return partial(classes[tasks.guess_model_task(described)]["model"], name, verbose=False)
 
@@ -177,7 +177,7 @@ def detectron2(name: str) -> ModelBuilder:
 
     def build(**options: Any) -> Any:
         config = settings.get_cfg()
-        # Files of detectron2 itself have expressions in them that YAML evaluates; those of others stay plain data.
+        # detectron2's own files contain expressions that YAML evaluates; users' files are plain data.
         config.merge_from_file(place, allow_unsafe=not is_own)
         config.merge_from_list([word for pair in options.items() for word in pair])
         config.MODEL.WEIGHTS, config.MODEL.DEVICE = "", str(torch.get_default_device())
@@ -186,7 +186,7 @@ def detectron2(name: str) -> ModelBuilder:
     return build
 
 
-# The schemes of this package, each with what `pip install` calls its library.
+# The schemes of this package, each with the name of its library for `pip install`.
 SCHEMES: Mapping[str, tuple[Callable[[str], ModelBuilder], str]] = {
     "timm": (timm, "timm"),
     "torchvision": (torchvision, "torchvision"),
@@ -207,7 +207,7 @@ _JSON = {"true": True, "false": False, "null": None, "none": None}
 
 
 class Name(Struct, frozen=True):
-    """The parts of ``SCHEME:NAME(KEY=VALUE, …)``; square brackets do as well, as a shell does less to them."""
+    """The parts of ``SCHEME:NAME(KEY=VALUE, …)``, or with square brackets, which need less quoting in a shell."""
 
     scheme: str
     name: str
@@ -215,7 +215,7 @@ class Name(Struct, frozen=True):
 
     @classmethod
     def of(cls, spec: str) -> Name | None:
-        """Return the parts of a text; None if it has no scheme. Raises ``TargetError`` for malformed arguments."""
+        """Parse a name; return None if it has no scheme. Raises ``TargetError`` for malformed arguments."""
         if (match := _SPEC.fullmatch(spec)) is None:
             return None
         try:
@@ -225,7 +225,8 @@ class Name(Struct, frozen=True):
 
 
 def _arguments(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of ``KEY=VALUE, …``. A value is a literal of Python or JSON, or else a bare text."""
+    """Yield the keys and values of ``KEY=VALUE, …``. A value is a literal of Python or JSON, else a string. Raises
+    ``ValueError`` for anything else."""
     begun = ""
     for piece in text.split(",") if text.strip() else ():
         begun += piece
@@ -236,7 +237,7 @@ def _arguments(text: str) -> Iterator[tuple[str, Any]]:
             yield key, _JSON[value] if value in _JSON else ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError):
             if value[0] in "([{'\"":
-                begun += ","  # a comma inside of it
+                begun += ","  # a comma inside the value
                 continue
             yield key, value
         begun = ""
@@ -245,7 +246,7 @@ def _arguments(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def configuration_files(spec: str) -> list[str]:
-    """Return the places of the files that say what model this name is, whether they are there or not."""
+    """Return the paths of the configuration files that the name may refer to, whether they exist or not."""
     name = Name.of(spec)
     if name is None:
         return []
@@ -254,10 +255,10 @@ def configuration_files(spec: str) -> list[str]:
 
 
 def named_builder(spec: str) -> ModelBuilder | None:
-    """Return what builds the model of this name; None if the text does not begin with a scheme.
+    """Return the builder of a model by its name; None if the text does not begin with a scheme.
 
-    Raises ``TargetError``, which says in one line what to do, if the library is not installed, and for a name or
-    arguments that mean nothing. So does the builder if the library does not build the model."""
+    Raises ``TargetError``, a line that says what to do, if the library is not installed, or for an unknown name or
+    invalid arguments. The builder raises it if the library fails to build the model."""
     name = Name.of(spec)
     if name is None:
         return None
@@ -290,7 +291,7 @@ def _built(spec: str, build: ModelBuilder, given: Mapping[str, Any], *positional
 
 
 def _check_sizes(spec: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse sizes that are not numbers: the libraries fail on them far inside, or not at all."""
+    """Raise ``TargetError`` for invalid sizes, on which libraries fail with obscure errors, or not at all."""
     for size, name in SIZE_ARGUMENTS.get(spec.partition(":")[0], {}).items():
         value, least = arguments.get(name), int(size != "num_classes")
         if value is None or (type(value) is int and value >= least):
@@ -301,8 +302,8 @@ def _check_sizes(spec: str, arguments: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _failing_as(spec: str, words: str) -> Iterator[None]:
-    """Run code of a library, offline and without its warnings, which are about weights that are not wanted and about
-    other libraries. What it raises becomes one line: its traceback would be of no use."""
+    """Run code of a library, offline and without its warnings, which are about unwanted weights and other libraries.
+    Whatever it raises becomes a ``TargetError`` of one line, without a traceback, which would not help the user."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -313,7 +314,7 @@ def _failing_as(spec: str, words: str) -> Iterator[None]:
         raise
     except Exception as error:  # the library may raise anything
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        said = " ".join(lines[: 1 + lines[0].endswith(":")])  # pydantic and its like name the field, then the fault
+        said = " ".join(lines[: 1 + lines[0].endswith(":")])  # pydantic names the field in the first line
         raise TargetError(Opt("model", spec), f"{words}{said}") from error
     finally:
         logging.disable(before)
@@ -321,7 +322,7 @@ def _failing_as(spec: str, words: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Keep the libraries from asking a hub for what is not in the folder: a name never downloads anything."""
+    """Keep libraries from contacting the hub, so that a name never downloads anything."""
     try:
         constants: Any = importlib.import_module("huggingface_hub.constants")
     except ModuleNotFoundError:
@@ -335,7 +336,7 @@ def _offline() -> Iterator[None]:
 
 
 def _known(library: str, name: str, names: Iterable[str], hint: str = "", kind: str = "model") -> str:
-    """Return the name if it is one of these; else raise ``LookupError`` with the nearest of them."""
+    """Return the name if it is one of ``names``, else raise ``LookupError`` with the nearest ones."""
     if name in (known := set(names)):
         return name
     close = difflib.get_close_matches(name, sorted(known), 3)
@@ -346,7 +347,7 @@ def _known(library: str, name: str, names: Iterable[str], hint: str = "", kind: 
 
 
 def _config_in(name: str) -> Path | None:
-    """Return the config.json that this names, itself or by its folder."""
+    """Return the path of a configuration, given as the file or its folder; None if it does not exist."""
     place = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     return place if place.suffix == ".json" and place.is_file() else None
 

@@ -1,9 +1,9 @@
-"""Measures the running statistics of norms again, on the user's data: ``ckptfix.recalibrate``.
+"""Recomputes the running statistics of norms on the user's data: ``ckptfix.recalibrate``.
 
-A layer that is measured uses the statistics of each batch, so that what comes after it sees what it would have seen in
-training; its running statistics are the averages over all batches, each weighted by its size. Everything else runs in
-eval mode: no dropout, no other statistics, no gradients. Source: torch.optim.swa_utils.update_bn, which measures all
-layers, weighs a short last batch like a full one, and runs dropout."""
+Measured layers normalise with the statistics of each batch, as in training; their running statistics become the average
+over all batches, weighted by size. Everything else runs in eval mode: no dropout, no other statistics, no gradients.
+Compare torch.optim.swa_utils.update_bn, which measures all layers, gives a short last batch the weight of a full one,
+and runs dropout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptfix.errors import TargetError, UsageError
 
 
 class Recalibration(Struct, frozen=True):
-    """What was measured: how many batches and samples, and the names of the layers."""
+    """What was measured: the numbers of batches and samples, and the names of the layers."""
 
     batches: int
     samples: int
@@ -29,14 +29,14 @@ class Recalibration(Struct, frozen=True):
 def recalibrate(model: nn.Module, loader: Iterable[Any], *, layers: Collection[str] | None = None) -> Recalibration:
     """Measure the running mean and variance of batch and instance norms on data, in place.
 
-    ``loader`` gives batches as a DataLoader does: a tensor, a sequence whose first item is the input, or a mapping of
-    keyword arguments; floats are cast to the model's dtype, and all goes to its device. ``layers`` are the names of the
-    modules to measure, all that keep running statistics unless given. ``num_batches_tracked`` becomes the number of
-    batches. Weights, training mode and momentum stay as they were.
+    ``loader`` yields batches like a DataLoader: a tensor, a sequence whose first item is the input, or a mapping of
+    keyword arguments; tensors are moved to the model's device, and floats cast to its dtype. ``layers`` are the names
+    of the modules to measure, by default all with running statistics. ``num_batches_tracked`` becomes the number of
+    batches. Weights, training mode and momentum are unchanged.
 
-    Raises ``UsageError`` if there is nothing to measure or no data, and ``TargetError`` where the model gives NaN or
-    infinities on this data: then the weights or the data are broken, and the old statistics are put back. What the
-    model itself raises comes through, with the old statistics in place."""
+    Raises ``UsageError`` if there is nothing to measure or no data, and ``TargetError`` if the statistics become NaN or
+    infinite, because the weights or the data are broken. Errors of the model itself are passed on. After any error the
+    old statistics are restored."""
     norms = _chosen(model, layers)
     batches = samples = 0
     kept = {
@@ -52,7 +52,7 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], *, layers: Collection[s
                 size = max(math.prod(tensors[0].shape[:1]), 1) if tensors else 1
                 batches, samples = batches + 1, samples + size
                 for norm in norms.values():
-                    norm.momentum = size / samples  # the new batch's share: the average over all samples so far
+                    norm.momentum = size / samples  # the batch's share gives the average over all samples so far
                 model(*arguments, **keywords)
         if not batches:
             raise UsageError("the data has no batch: pass at least one to measure running statistics on")
@@ -89,7 +89,7 @@ def _chosen(model: nn.Module, layers: Collection[str] | None) -> dict[str, Any]:
 
 @contextmanager
 def _measuring(model: nn.Module, norms: Iterable[Any]) -> Iterator[None]:
-    """Eval mode for all but these layers, whose statistics start anew; the modes and momenta are put back."""
+    """Set eval mode for all but these layers, and reset their statistics; at the end, restore modes and momenta."""
     modes = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}
     try:
@@ -115,7 +115,7 @@ def _refuse_broken(norms: Mapping[str, Any]) -> None:
 
 
 def _arguments(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what the model is called with; a sequence is an input and its label, as data sets have it."""
+    """Return the positional and keyword arguments for a batch; of a sequence, only the first item is the input."""
     if isinstance(batch, Mapping):
         return (), {name: _placed(value, model) for name, value in batch.items()}
     if not isinstance(batch, torch.Tensor):
@@ -126,8 +126,8 @@ def _arguments(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _placed(value: Any, model: nn.Module) -> Any:
-    """Return a tensor on the model's device and, where it holds floats, in the dtype of its parameters, or if it has
-    none, of its statistics."""
+    """Return a tensor on the model's device, with floats in the dtype of its parameters, or of its buffers if it has
+    none; other values are unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     first = next(own for own in (*model.parameters(), *model.buffers()) if own.is_floating_point())
