@@ -1,7 +1,7 @@
-"""What the other process executes: ``python -m ckptfix.smoke.child``, the job as JSON on stdin, the answer as JSON
-lines in a private file.
+"""The program of the child process: ``python -m ckptfix.smoke.child`` reads the job as JSON from stdin, and writes the
+answer as JSON lines to a private file.
 
-Neither stdout nor stderr is used for the answer: they belong to the user's model, which may print what it likes."""
+The answer does not go to stdout or stderr, because the user's model may print anything there."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from msgspec import Struct, convert, to_builtins
 
 from ckptfix.smoke.launch import DONE, die_with
 
-_GRACE = 30.0  # seconds after the time limit at which the child ends by itself, should the parent be gone
+_GRACE = 30.0  # seconds after the time limit at which the child exits by itself, in case the parent is gone
 
 
 def main() -> None:
-    """Read the job, do it, answer."""
+    """Read the job, do it, and write the answer."""
     order: dict[str, Any] = json.load(sys.stdin)
     die_with(order["parent"])
     with (
         Path(order["answer"]).open("w", encoding="utf-8") as answer,
         Path(order["stack"]).open("w", encoding="utf-8") as stack,
     ):
-        # On a crash the Python stack goes to a file, and no core is written: it would be as large as the model.
+        # A crash writes the Python stack to a file, and no core dump, which would be as large as the model.
         faulthandler.enable(stack)
         faulthandler.dump_traceback_later(order["timeout"] + _GRACE, exit=True, file=stack)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        gc.disable()  # looking for garbage while torch is imported takes a fifth of that time
-        import torch  # noqa: F401  before the user's folder can be imported from: a file random.py there is none of torch's business
+        gc.disable()  # collecting garbage takes a fifth of the import of torch
+        import torch  # noqa: F401  before the working directory can be imported from: it may have a random.py
 
         gc.freeze()
         gc.enable()
         os.chdir(order["cwd"])
-        sys.path[0] = order["cwd"]  # the process was started in an empty folder, which is this entry
+        sys.path[0] = order["cwd"]  # in place of the empty folder that the process was started in
 
         def tell(stage: str, outcome: Struct) -> None:
             answer.write(json.dumps({"stage": stage, "outcome": to_builtins(outcome)}) + "\n")
@@ -58,4 +58,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # Python would wait for the threads and processes that the model has left running
+    os._exit(0)  # Python would wait for threads and processes that the model left running

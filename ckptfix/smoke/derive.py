@@ -1,7 +1,6 @@
-"""An input for a model for which the user gave none: read off its first layers, in module order, and tried one after
-another.
+"""Derives inputs for a model from its configuration or its first layers in module order, to be tried one by one.
 
-A guess that does not run says nothing against the checkpoint, only against the guess."""
+A derived input that does not run says nothing about the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,20 +14,20 @@ from msgspec.structs import replace
 from ckptfix.core.lazy import nn
 from ckptfix.smoke.inputs import Input, RandomInput
 
-BATCH = 2  # a batch of one would hide a wrong reshape
+BATCH = 2  # a batch of 1 would hide a wrong reshape
 _TOKENS, _SAMPLES = 8, 16000
 
 Guess = tuple[Input, ...]
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Return whether the model speaks the protocol of ``PreTrainedModel``: a config and the name of its main input."""
+    """Return whether the model has the interface of ``PreTrainedModel``: a config and the name of its main input."""
     return hasattr(model, "config") and isinstance(getattr(model, "main_input_name", None), str)
 
 
 def transformers_inputs(model: nn.Module) -> list[Guess]:
-    """Return the inputs worth trying, likeliest first: only the main input, with decoder tokens, with all that a
-    two-tower model takes; then those that few models want."""
+    """Return the inputs of a transformers model to try, likeliest first: the main input, with decoder tokens, with the
+    second input of a two-tower model, then those of few models."""
     config: Any = model.config
     text = _part(config, "text_config", "decoder")
     known = {
@@ -52,12 +51,12 @@ def transformers_inputs(model: nn.Module) -> list[Guess]:
 
 
 def _part(config: Any, *names: str) -> Any:
-    """Return the first part of a composed config that is there, else the config itself."""
+    """Return the first of these parts that a composed config has, otherwise the config itself."""
     return next((part for name in names if (part := getattr(config, name, None)) is not None), config)
 
 
 def _rare(first: RandomInput, config: Any) -> Iterator[Guess]:
-    """Several choices of text, a video, and a batch of one, which a model without a padding token insists on."""
+    """Yield several choices of text, a video, and a batch of 1, which a model without a padding token requires."""
     batch, *rest = first.shape
     if first.bounds is not None:
         yield (replace(first, shape=(batch, 2, *rest)),)
@@ -68,7 +67,7 @@ def _rare(first: RandomInput, config: Any) -> Iterator[Guess]:
 
 
 def tokens(name: str, config: Any) -> RandomInput | None:
-    """Return a batch of tokens below the vocabulary's size and no longer than the model's positions."""
+    """Return a batch of tokens within the model's vocabulary and maximum length; None without a vocabulary."""
     vocabulary = _number(config, "vocab_size", "n_vocab")
     longest = _number(config, "max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
     if vocabulary is None:
@@ -86,14 +85,14 @@ def _pixels(config: Any) -> RandomInput | None:
 
 
 def _waveform(config: Any) -> RandomInput:
-    """Return a second of sound; with its channels for a codec, or as the spectrogram of an audio transformer."""
+    """Return a second of audio, with channels for a codec, or the spectrogram of an audio transformer."""
     bins, frames, channels = (_number(config, name) for name in ("num_mel_bins", "max_length", "audio_channels"))
     shape = (frames, bins) if bins and frames else (channels, _SAMPLES) if channels else (_SAMPLES,)
     return RandomInput((BATCH, *shape), None, "input_values")
 
 
 def _features(config: Any) -> RandomInput | None:
-    """Log-mel features, as Whisper wants them, as Speech2Text does, or as an image of one channel."""
+    """Return log-mel features as for Whisper, as for Speech2Text, or as an image of one channel; None without any."""
     bins, frames = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
     width, image = _number(config, "input_feat_per_channel"), _number(config, "spec_size")
     if bins and frames:
@@ -108,7 +107,7 @@ def _number(config: Any, *names: str) -> int | None:
 
 
 def diffusers_inputs(model: nn.Module) -> list[Guess]:
-    """Return the inputs of a denoiser of diffusers, by the names of forward's arguments; empty for any other model."""
+    """Return the inputs of a diffusers denoiser to try, by the names of forward's arguments; empty for other models."""
     config: Any = getattr(model, "config", None)
     channels = _number(config, "in_channels", "in_chans")
     parameters = inspect.signature(model.forward).parameters
@@ -136,7 +135,7 @@ _LATENT = 32
 
 
 def _beside(config: Any) -> Iterator[RandomInput]:
-    """Yield what a denoiser may take beside the latents, as far as its configuration has it."""
+    """Yield the inputs besides the latents that the configuration of a denoiser describes."""
     yield RandomInput((BATCH,), (0, 1000), "timestep")
     names = ("encoder_hid_dim", "caption_channels", "joint_attention_dim", "text_embed_dim", "text_dim")
     widths = [width for name in (*names, "cross_attention_dim") if (width := getattr(config, name, None))]
@@ -158,7 +157,7 @@ def _beside(config: Any) -> Iterator[RandomInput]:
 
 
 def clip_inputs(model: nn.Module) -> list[Guess]:
-    """Return an image and a text for a model of both that names its sizes, as those of open_clip do; else empty."""
+    """Return an image and a text for a model of both that states its sizes, as open_clip's do; otherwise empty."""
     size: Any = getattr(getattr(model, "visual", None), "image_size", None)
     length, vocabulary = _number(model, "context_length"), _number(model, "vocab_size")
     if size is None or length is None or vocabulary is None or _arity(model) > 2:
@@ -167,7 +166,7 @@ def clip_inputs(model: nn.Module) -> list[Guess]:
     return [(RandomInput((BATCH, 3, *edges), None, "image"), RandomInput((BATCH, length), (1, vocabulary), "text"))]
 
 
-_FIRST_LAYERS = 3  # the first in module order is not always the first that runs
+_FIRST_LAYERS = 3  # the first in module order may not run first
 _MOST_GUESSES = 24
 _SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((64,), (1024,), (16000,), (28,)),
@@ -181,7 +180,7 @@ _LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "max_len", "block_siz
 
 
 def derive_inputs(model: nn.Module) -> list[Guess]:
-    """Return the inputs worth trying, likeliest first; empty for a model whose layers say nothing about its input."""
+    """Return the inputs to try, likeliest first; empty if the layers of the model say nothing about its input."""
     stated = transformers_inputs(model) if is_transformers_model(model) else diffusers_inputs(model)
     if stated:
         return stated
@@ -192,20 +191,20 @@ def derive_inputs(model: nn.Module) -> list[Guess]:
     counts_steps = arity == 2 and "length" in list(inspect.signature(model.forward).parameters)[1]
     for shapes in islice(_known_layers(model), _FIRST_LAYERS):
         for shape in shapes:
-            if counts_steps and len(shape.shape) == 3:  # the second argument says how long each sequence is
+            if counts_steps and len(shape.shape) == 3:  # the second argument is the length of each sequence
                 steps = shape.shape[1]
                 guesses.setdefault((shape, RandomInput((BATCH,), (steps, steps + 1))))
             guesses.setdefault((shape,) * arity)
     per_argument = [next(iter(shapes)) for shapes in islice(_known_layers(model), arity)]
     if arity > 1 and len(per_argument) == arity:
-        guesses.setdefault(tuple(per_argument))  # one layer for each argument: a user and an item embedding
+        guesses.setdefault(tuple(per_argument))  # one layer for each argument, such as a user and an item embedding
     if stated_by_timm := _timm_input(model):
         guesses.setdefault(stated_by_timm)
     return list(islice(guesses, _MOST_GUESSES))
 
 
 def _arity(model: nn.Module) -> int:
-    """Return how many positional arguments ``forward`` insists on; a model of two towers gets the same input twice."""
+    """Return the number of positional arguments that ``forward`` requires, at least 1."""
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # compiled code has no signature
@@ -223,9 +222,9 @@ def _known_layers(model: nn.Module) -> Iterator[list[RandomInput]]:
 
 
 def _shapes(layer: nn.Module, model: nn.Module) -> Iterator[tuple[tuple[int, ...], tuple[int, int] | None]]:
-    """Return the shapes that this layer takes when it comes first, with the range of its integers.
+    """Yield input shapes for a model that starts with this layer, with the range of integers.
 
-    A lazy layer states a width of 0 until it runs; its weight, which was loaded, knows better."""
+    A lazy layer states a width of 0 until it runs; its loaded weight has the right one."""
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
@@ -238,7 +237,7 @@ def _shapes(layer: nn.Module, model: nn.Module) -> Iterator[tuple[tuple[int, ...
             sizes = (*_declared_sizes(model, dims), *_SIZES[dims])
             yield from (((BATCH, channels, *size), None) for size in sizes)
             if (dims, channels) == (1, 1):
-                yield (BATCH, _SAMPLES), None  # a waveform, to which the model adds the channel
+                yield (BATCH, _SAMPLES), None  # a waveform without the channel axis, which the model adds
         case nn.Linear() | nn.Bilinear():
             width = layer.in_features if isinstance(layer, nn.Linear) else layer.in1_features
             yield (BATCH, width or layer.weight.shape[1]), None
@@ -263,7 +262,7 @@ def _shapes(layer: nn.Module, model: nn.Module) -> Iterator[tuple[tuple[int, ...
 
 
 def _declared_sizes(model: nn.Module, dims: int) -> Iterator[tuple[int, ...]]:
-    """Yield the image size that the model itself states, as vision transformers do."""
+    """Yield the image sizes that the model itself states, as vision transformers do."""
     for module in model.modules():
         for name in _SIZE_NAMES:
             size: Any = getattr(module, name, None)
@@ -272,11 +271,11 @@ def _declared_sizes(model: nn.Module, dims: int) -> Iterator[tuple[int, ...]]:
             elif (
                 isinstance(size, list | tuple) and len(size) >= dims and all(isinstance(n, int) and n > 0 for n in size)
             ):
-                yield tuple(size[-dims:])  # timm gives channels first: (3, 224, 224)
+                yield tuple(size[-dims:])  # timm states (3, 224, 224), channels first
 
 
 def _timm_input(model: nn.Module) -> Guess:
-    """Return the image of timm's configuration; empty for other models. A last resort: it is large."""
+    """Return an image of the size in timm's configuration; empty for other models. The last resort, as it is large."""
     stated = getattr(model, "pretrained_cfg", None)
     size = stated.get("input_size") if isinstance(stated, Mapping) else None
     if not isinstance(size, list | tuple) or not all(isinstance(n, int) and n > 0 for n in size):
@@ -285,7 +284,7 @@ def _timm_input(model: nn.Module) -> Guess:
 
 
 def _lengths(model: nn.Module) -> Iterator[int]:
-    """Token counts to try, none above the longest that the model states."""
+    """Yield the numbers of tokens to try, none above the maximum that the model states."""
     owners = (*model.modules(), getattr(model, "config", None))
     stated = [getattr(owner, name, None) for owner in owners for name in _LENGTH_NAMES]
     longest = min((length for length in stated if isinstance(length, int) and length > 0), default=None)

@@ -1,8 +1,8 @@
-"""The proof of a map of names: the model of the file and the target, with the same random weights, on the same input.
+"""Proves a map of names by running the source model and the target with the same random weights on the same input.
 
-Both models are copies in float64 and in eval mode. Weights and running statistics are random, so that no two layers are
-alike; they are given to the file's model under the names of the file, and to the target by the edits of the map. The
-map is right if the outputs are equal, and if they would show another one, as ``observability`` tells."""
+Both models are copies in float64 and eval mode. Weights and running statistics are random, so that no two layers are
+alike. The source model gets them under the names of the file, the target through the edits of the map. The map is right
+if the outputs are equal and, as ``observability`` checks, another map would change them."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ from ckptfix.smoke.launch import death, launch
 from ckptfix.smoke.observability import Unit, random_values, unobservable
 from ckptfix.smoke.outcome import NotLoadedError, tensors_in
 
-# The share of the largest output by which equal models may differ: in float64, rounding explains some 1e-13, and the
-# smallest difference that an exchanged layer was seen to make is 1e-6.
+# The difference that equal models may have, relative to the largest output: in float64, rounding makes about 1e-13, and
+# the smallest difference ever seen from an exchanged layer is 1e-6.
 TOLERANCE = 1e-9
 
-# The share by which outputs may differ if one of the models computes some of them in float32, whatever it is given.
+# The relative difference if one of the models computes in float32, whatever its input.
 _FLOAT32 = 1e-6
-_LARGE_INPUT = 30.0  # by how much inputs are multiplied to see what only large values show, such as a ReLU6
+_LARGE_INPUT = 30.0  # factor of inputs to reveal what only large values show, such as a ReLU6
 
-# Factors for a batch of three: what only negative values show, or small ones beside a constant, or a third sample.
+# Factors of a batch of three, to reveal what only negative values, small ones, or a third sample show.
 _ROWS = (1.0, -1.0, 1e-3)
-_INPUTS = 3  # how many of the inputs that both models take are tried
+_INPUTS = 3  # inputs that are tried, of those that both models accept
 _EPSILON = 1e-6
 _STATISTICS = ("running_mean", "running_var")
 _EPSILONS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 Outputs = Sequence[tuple[str, "torch.Tensor"]]
-# Outputs to compare: their numbers, and the side (0, 1; -1 for none) of which only an index of an axis counts.
+# Outputs to compare: their indices, then the side to take a slice of (0, 1, or -1 for none), the axis and the index.
 Alignment = tuple[tuple[int, int, int, int, int], ...]
 
 
 def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settings) -> SourceModel:
-    """Return the file's model, and what proves a map from it to the target: in a process of its own, or on copies of
-    models that are given as such. Raises ``TargetError`` if the model cannot be built, ``UsageError`` for inputs that
-    are not written as such."""
+    """Return the source model with the function that proves a map to the target: in a process of its own, or on copies
+    if a model is given as an object. Raises ``TargetError`` if the model cannot be built, ``UsageError`` for invalid
+    inputs."""
     parse_inputs(settings.input)
     try:
         twin = target_of(source, None, (), settings.seed)
@@ -71,7 +71,7 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
 
     def prove(checkpoint: Checkpoint, maps: Sequence[Plan]) -> Equivalence:
         asked = (tuple(checkpoint.specs), tuple(maps))
-        if asked not in known:  # the engine looks twice
+        if asked not in known:  # the engine asks twice
             known[asked] = run(checkpoint, maps)
         return known[asked]
 
@@ -109,7 +109,7 @@ def _in_float64(edits: Iterable[Edit]) -> tuple[Edit, ...]:
 
 
 def compare_twins(job: Mapping[str, Any]) -> Equivalence:
-    """Return what a job of ``twin_of`` comes to; an error of the models' own code is a doubt."""
+    """Run a job of ``twin_of``. An error of the models' own code is a ``doubt`` in the result."""
     until = time.monotonic() + job["seconds"]
     before = torch.get_default_dtype()
     try:
@@ -139,7 +139,7 @@ class _DoubtError(CkptfixError):
 
 
 class _Pair:
-    """Both models in float64, and the random values under the names of the file."""
+    """Both models in float64, and random values under the names of the file."""
 
     def __init__(self, source: nn.Module, target: nn.Module, shapes: Shapes, plans: Sequence[Plan], seed: int) -> None:
         self.target, self.seed = target, seed
@@ -150,8 +150,8 @@ class _Pair:
         self.epsilons = _epsilons(self.source, target)
 
     def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give the source model the values of the file, by safe repairs or as transformers itself loads it."""
-        from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which a forward test does not need
+        """Load the values into the source model, with safe repairs or as transformers itself does."""
+        from ckptfix.engine.diagnosis import diagnose  # imports all rules, which a forward test does not need
 
         source, settings = self.source, Settings(select=FOR_LOADING, values=False)
         self.stored = open_state_dict(values)
@@ -168,8 +168,9 @@ class _Pair:
             source.load_state_dict(loaded.state_dict())
 
     def examine(self, plans: Sequence[Plan], inputs: tuple[Input, ...], until: float) -> Equivalence:
-        """Return the first map with equal outputs on one of the inputs that both models take; the same numbers may be
-        a sequence for one and a batch for the other."""
+        """Return the first map that gives equal outputs on one of the inputs that both models accept.
+
+        Several inputs are tried, since the same numbers may be a sequence for one model and a batch for the other."""
         smallest, tried, missing, doubt = float("inf"), 0, list[str](), ""
         for arguments in self._arguments(inputs):
             if isinstance(arguments, str):
@@ -212,7 +213,7 @@ class _Pair:
         arguments: tuple[Arguments, Arguments],
         how: Alignment,
     ) -> Equivalence:
-        """Return what the exchanges say of the map with equal outputs."""
+        """Return the proof of a map with equal outputs, with the tensors that could be exchanged unnoticed."""
         own = 0.0
         if self.epsilons.found:
             self.epsilons.set(None)
@@ -236,8 +237,8 @@ class _Pair:
         )
 
     def _difference_elsewhere(self, plan: Plan, arguments: tuple[Arguments, Arguments], how: Alignment) -> float:
-        """Return how far the outputs are apart for much larger inputs, for other batches, and for vectors of both
-        signs, which are positive otherwise as some may be variances; 0 if rounding explains it."""
+        """Return the difference of the outputs for much larger inputs, for other batches, and for vectors of both
+        signs, which are otherwise positive since some may be variances; 0 if it may be rounding."""
         found = [
             self._apart((arguments[0].mapped(change), arguments[1].mapped(change)), how)
             for change in (_multiplied, _in_rows)
@@ -250,7 +251,7 @@ class _Pair:
         return max(found) if max(found) > _FLOAT32 else 0.0
 
     def _apart(self, arguments: tuple[Arguments, Arguments], how: Alignment) -> float:
-        """Return how far the outputs are apart; 0 if one of the models cannot take the input."""
+        """Return the difference of the outputs; 0 if one of the models rejects the input."""
         try:
             ours, theirs = (
                 self._run(model, each) for model, each in zip((self.source, self.target), arguments, strict=True)
@@ -261,7 +262,7 @@ class _Pair:
             return 0.0
 
     def _load(self, plan: Plan) -> list[str]:
-        """Give the target the values of the file by the edits of a map; return its floats that get none."""
+        """Load the values into the target through the edits of a map. Return its floating tensors without a source."""
         moved = apply_plan(plan, self.stored).state_dict()
         state = self.target.state_dict(keep_vars=True)
         taken = {key: value for key, value in moved.items() if key in state}
@@ -272,12 +273,12 @@ class _Pair:
     def _run(self, model: nn.Module, arguments: Arguments, again: int = 0) -> Outputs:
         torch.manual_seed(self.seed + again)
         model.train()
-        model.eval()  # some keep what they computed from their weights as long as they are not trained
+        model.eval()  # some models cache what they computed from their weights until they are trained
         found = tensors_in(model(*arguments.args, **arguments.keywords))
         return [(name, tensor) for name, tensor in found if tensor.is_floating_point() and tensor.numel()]
 
     def _arguments(self, inputs: tuple[Input, ...]) -> Iterator[tuple[Arguments, Arguments] | str]:
-        """Yield the same input as the source model and as the target take it, or why they do not."""
+        """Yield the same input in the form that each model accepts, or the error if one does not."""
         models = (self.source, self.target)
         own = [derive_inputs(model) for model in models]
         runs = 0
@@ -300,7 +301,7 @@ class _Pair:
 
 
 def _forms(given: Arguments, guesses: Iterable[tuple[Input, ...]]) -> Iterator[Arguments]:
-    """Yield how a model may want an input: under these names, under those of its own guesses, by position."""
+    """Yield the input under the given names, under those of the model's own guesses, and by position."""
     tensors = (*given.args, *given.kwargs.values())
     yield given
     for guess in guesses:
@@ -322,7 +323,7 @@ def _multiplied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a batch of three samples, some of them turned round; floats are multiplied by other factors in each."""
+    """Return a batch of three samples, one of them reversed, with floats multiplied by a different factor in each."""
     if not tensor.ndim:
         return tensor
     three = torch.cat([tensor, tensor.flip(-1), tensor])[: len(_ROWS)]
@@ -335,7 +336,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _landing(shapes: Shapes, plans: Sequence[Plan], target: nn.Module) -> set[str]:
-    """Return the keys of the file that each map gives a place in the target, whole or in parts."""
+    """Return the keys of the file that every map moves to the target, whole or in parts."""
     sizes, places = {key: shape for key, (_, shape) in shapes.items()}, target.state_dict().keys()
     return set(shapes).intersection(
         *({source for source, key, *_ in _moved(plan, sizes) if key in places} for plan in plans)
@@ -345,8 +346,8 @@ def _landing(shapes: Shapes, plans: Sequence[Plan], target: nn.Module) -> set[st
 def _values(
     shapes: Shapes, source: nn.Module, seed: int, landing: Collection[str], signs: bool
 ) -> dict[str, torch.Tensor]:
-    """Return values for the keys of the file: random weights, statistics and other buffers that the target takes;
-    constants of the source model only, and counts, are its own. With ``signs``, only variances are all positive."""
+    """Return values for the keys of the file. Weights, statistics and buffers that the target has too are random;
+    counts and constants of only the source model are its own. With ``signs``, only variances are all positive."""
     own = source.state_dict()
     constants = {name for name, _ in source.named_buffers() if not name.endswith(_STATISTICS) and name not in landing}
     generator = torch.Generator().manual_seed(seed)
@@ -365,19 +366,19 @@ def _values(
 
 
 class _Epsilons(NamedTuple):
-    """The epsilons of the norms of two models, which are compared with equal ones."""
+    """The epsilons of the norms of two models, which are made equal for the comparison."""
 
     places: tuple[tuple[nn.Module, str, float], ...] = ()
     found: tuple[tuple[float, ...], ...] = ()
 
     def set(self, common: float | None) -> None:
-        """Give all norms one epsilon, or back their own."""
+        """Set one epsilon for all norms; None restores their own."""
         for module, name, own in self.places:
             setattr(module, name, common or own)
 
 
 def _epsilons(*models: nn.Module) -> _Epsilons:
-    """Return the epsilons of the models if they differ, and make them equal."""
+    """Return the epsilons of the models if they differ, after making them equal; empty otherwise."""
     places = [
         [
             (module, name, value)
@@ -396,9 +397,9 @@ def _epsilons(*models: nn.Module) -> _Epsilons:
 
 
 def _alignments(ours: Outputs, theirs: Outputs) -> list[Alignment]:
-    """Return which outputs are compared: those of equal shape, by name or else in order. If there are none, an output
-    with one that has rows and columns apart, or that has an axis more: the first or the last along it, as the state of
-    the class token is."""
+    """Return the ways to pair outputs for comparison: those of equal shape, by name or else in order. If there are
+    none, an output with one that has rows and columns as separate axes, or with the first or last slice of one that has
+    another axis, such as the state of the class token."""
     pairs = []
     for shape in dict.fromkeys(tensor.shape for _, tensor in ours):
         here, there = ([at for at, (_, t) in enumerate(side) if t.shape == shape] for side in (ours, theirs))
@@ -441,7 +442,7 @@ def _picked(
 
 
 def _difference(ours: Outputs, theirs: Outputs, alignment: Alignment) -> float:
-    """Return the largest difference of the outputs as a share of the largest value of each."""
+    """Return the largest relative difference of the paired outputs; infinity if all are zero or any is NaN."""
     largest, is_known = 0.0, False
     for each in alignment:
         here, there = _picked(ours, theirs, *each)
@@ -453,7 +454,7 @@ def _difference(ours: Outputs, theirs: Outputs, alignment: Alignment) -> float:
 
 
 def _units(plan: Plan, stored: Checkpoint, target: nn.Module) -> list[Unit]:
-    """Return the tensors of the target, and parts of them, that the map gives their values; a tied one once."""
+    """Return the tensors of the target, or parts of them, that the map fills; tied ones once."""
     state = {key: value for key, value in target.state_dict(keep_vars=True).items() if _is_float(value)}
     units: dict[tuple[Any, ...], Unit] = {}
     sizes = {key: spec.shape for key, spec in stored.specs.items()}
@@ -466,7 +467,7 @@ def _units(plan: Plan, stored: Checkpoint, target: nn.Module) -> list[Unit]:
 
 
 def _moved(plan: Plan, sizes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str, Any, Any]]:
-    """Return where a map takes the tensors of the file: key, new key, box, and its place there."""
+    """Return how a map moves the tensors of the file: key, new key, box in the old tensor, box in the new one."""
     origins = trace(plan, sizes)
     parts = [(part.source, key, part.box, part.place) for key, origin in origins.items() for part in origin.parts]
     wholes = {key: (origin.key, origin.shape or sizes[origin.key]) for key, origin in origins.items() if origin.key}

@@ -1,7 +1,6 @@
-"""The work of the child: build the model, load the file strictly, run a forward pass, look at what comes out.
+"""The work of the child: builds the model, loads the file strictly, runs a forward pass, and examines the output.
 
-Everything here may be called in-process too; what needs a process of its own is that the user's code may crash or hang.
-"""
+It runs in a process of its own only because the user's code may crash or hang; it can be called in-process too."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ Anatomy = Mapping[str, tuple[int, ...] | None]
 
 
 class Exam(Struct, frozen=True):
-    """What is to be examined: the file, the factory that builds its model, and how to run it."""
+    """What to examine: the file, the factory that builds its model, and how to run it."""
 
     file: str
     factory: str
@@ -73,7 +72,8 @@ class Exam(Struct, frozen=True):
 
 
 def examine(job: Exam, tell: Callable[[str, ExamOutcome], None] = lambda stage, so_far: None) -> ExamOutcome:
-    """Run the whole test; an error of the user's code is part of the outcome and never raised."""
+    """Run the whole test. ``tell`` gets each stage as it begins, with the outcome so far. Never raises an error of the
+    user's code, which is part of the outcome."""
     examination = _Examination(job, tell)
     try:
         examination.run()
@@ -83,8 +83,7 @@ def examine(job: Exam, tell: Callable[[str, ExamOutcome], None] = lambda stage, 
 
 
 class _Examination:
-    """One run of the test. ``stage`` is what is running, and ``so_far`` what is known: told to the caller as it goes,
-    and kept for the report of an error."""
+    """One run of the test, with its current ``stage`` and the outcome ``so_far``."""
 
     subject: LoadedModel
     _anatomy: Anatomy
@@ -102,7 +101,7 @@ class _Examination:
 
     def fail(self, error: BaseException) -> None:
         """Add an error to the outcome."""
-        if self.stage in AFTERTHOUGHTS:  # what the control does says nothing of the checkpoint
+        if self.stage in AFTERTHOUGHTS:  # these say nothing about the checkpoint
             return
         failure = diagnose(self.stage, error)
         if self.stage == "training":
@@ -131,7 +130,7 @@ class _Examination:
                 self._compare(job.reference, ran)
 
     def _load(self) -> LoadedModel:
-        """Return the model with the values of the file, on its device, in eval mode."""
+        """Return the model loaded from the file, on its device, in eval mode."""
         job = self.job
         self._enter("device")
         device, notes = choose_device(job.device)
@@ -154,7 +153,7 @@ class _Examination:
         return build_module(self.job.factory, self.job.factory_args, self.job.seed)
 
     def _try_in_turn(self, guesses: list[Guess]) -> Tried:
-        """Try these inputs, up to the first that the model takes or that shows that no other can help."""
+        """Try these inputs until one runs, or fails in a way that another input cannot help."""
         tried: Tried = []
         for guess in guesses:
             self._enter("input")
@@ -169,11 +168,11 @@ class _Examination:
             if failure is None or is_sticky(failure.error):
                 break
             if holds_for_any_input(failure) and failure.blame != ENVIRONMENT:
-                break  # a smaller guess may still find the memory, or an operator that exists
+                break  # for the environment, a smaller guess may still fit into memory, or find an operator
         return tried
 
     def _look_further(self, run: Pass) -> None:
-        """Training mode where it was asked for, and the CPU where the model ran elsewhere."""
+        """Run in training mode if requested, and on the CPU if the model ran elsewhere."""
         job, failure = self.job, run.outcome.failure
         if (job.train_mode or job.backward) and (failure is None or failure.origin is not None):
             self._enter("training")
@@ -183,10 +182,10 @@ class _Examination:
             self._learn(devices=compare_with_cpu(self.subject, run, self.so_far))
 
     def _control(self, setting: Setting) -> LoadedModel | None:
-        """Return a second model, which runs as the first did, once that is gone: two need not be in memory at once.
+        """Return a second model with its initial weights, set up like the first, which is dropped to save memory.
 
-        None if the factory gives the first model again, or one of other shapes (lazy layers take any input), or does
-        not run twice: then nothing can be compared."""
+        None if there is nothing to compare with: the factory fails the second time, or returns the first model again,
+        or one with other shapes, such as lazy ones."""
         self._enter("control")
         first = weakref.ref(self.subject.model)
         self.subject.release()
@@ -198,7 +197,7 @@ class _Examination:
         return None if second is first() or _anatomy(second) != self._anatomy else setting.prepare(second)[0]
 
     def _compare(self, reference: Reference, run: Pass) -> None:
-        """Run the same pass with the weights of another file. Until that is done, the outcome says that it is not."""
+        """Run the same pass with the weights of another file. Until it is done, the outcome says that it crashed."""
         if not self.so_far.is_good:
             self._learn(compared=Comparison(reference.label, unlike="the output is not finite"))
             return
@@ -209,7 +208,7 @@ class _Examination:
         self._learn(compared=compare_with_reference(reference, tested, self._build, run, self.so_far))
 
     def _end_without_verdict(self, tried: Tried) -> None:
-        """No input runs; what is left to find out is whether the model runs without the file."""
+        """Record that no input runs, and whether the model would run with its initial weights."""
         failed = tried[0][1].outcome if tried else self.so_far
         undecided = NO_GUESS
         if failed.failure is not None:
@@ -222,9 +221,8 @@ class _Examination:
 
 
 def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
-    """Return the state_dict of the file. A torch file must also be one that ``torch.load(weights_only=True)`` takes.
-
-    Raises ``UnreadableError`` otherwise."""
+    """Return the state_dict of the file. Raises ``UnreadableError`` for a torch file that
+    ``torch.load(weights_only=True)`` refuses."""
     import pickle
 
     from ckptfix.reading.torch_files import torch_legacy, torch_zip
@@ -232,23 +230,23 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
 
     checkpoint = open_file(file, weights)
     if checkpoint.format in (torch_zip.NAME, torch_legacy.NAME):
-        # mapped, it takes no second copy in memory; the legacy format cannot be
+        # mapping avoids a second copy in memory; the legacy format cannot be mapped
         try:
             torch.load(file, map_location="cpu", weights_only=True, mmap=checkpoint.format == torch_zip.NAME)
         except pickle.UnpicklingError as error:
-            # The cause out of torch's message, whose first lines advise to turn its safety off.
+            # Only the cause from torch's message, whose first lines advise to disable weights_only.
             cause = str(error).rpartition("WeightsUnpickler error: ")[2]
             refusal = cause.strip().partition("\n")[0].partition(" was not an allowed global")[0]
-            # It takes these once torchao is imported, as OPT102 says.
+            # torch accepts these after torchao is imported, as OPT102 says.
             if not is_low_bit_moment(refusal.rpartition("GLOBAL ")[2]):
                 raise UnreadableError(f"torch.load(weights_only=True) refuses the file: {refusal}") from error
     return checkpoint.state_dict()
 
 
 def _deciding(tried: Tried) -> Pass | None:
-    """Return the pass that counts: the model ran, or failed on the input that was given, or as it would on any input.
+    """Return the pass that decides: the model ran, or failed on the user's input, or in a way that holds for any input.
 
-    None if all that failed are guesses."""
+    None if only guesses failed."""
     if tried and (tried[-1][1].outcome.failure is None or not tried[-1][1].outcome.derived):
         return tried[-1][1]
     failures = ((run, run.outcome.failure) for _, run in tried)
@@ -256,7 +254,7 @@ def _deciding(tried: Tried) -> Pass | None:
 
 
 def recheck_in_float32(run: Pass, subject: LoadedModel) -> ExamOutcome:
-    """Return the outcome, and where it is not finite in a narrow dtype, what the same pass gives in float32."""
+    """Return the outcome; if it is not finite in a narrow dtype, with whether the same pass in float32 is."""
     if not run.outcome.non_finite or subject.dtype.itemsize >= torch.float32.itemsize:
         return run.outcome
     subject.convert(torch.float32)
@@ -265,7 +263,7 @@ def recheck_in_float32(run: Pass, subject: LoadedModel) -> ExamOutcome:
 
 
 def _may_be_innocent(outcome: ExamOutcome) -> bool:
-    """Return whether values that are not finite may be the model's own, or the input's: no weight shows a defect."""
+    """Return whether non-finite values may come from the model or the input, as no weight shows a defect."""
     if outcome.failure is not None:
         return outcome.failure.origin is not None and outcome.failure.blame == MODEL
     return bool(outcome.non_finite) and not outcome.finite_in_float32 and has_sound_weights(outcome)
@@ -278,13 +276,13 @@ _DRAWS: Mapping[Draw, str] = {
     "ones": "ones, or the highest integers",
     "zeros": "zeros, or the lowest integers",
 }
-_MOST_REDRAWN = 2  # guesses that a model rejects in its own words, and not for their shape
+_MOST_REDRAWN = 2  # rejected guesses that are tried with other numbers
 
 
 def redraw(subject: LoadedModel, tried: Tried, base: ExamOutcome) -> Pass | None:
-    """Return the first pass that is good once other numbers stand in an input of the same shape; None without one.
+    """Return the first good pass with other numbers in an input of the same shape; None without one.
 
-    Random noise is not an image: its negative values make NaN in a root or logarithm, and a detector finds nothing.
+    Normal random numbers are not an image: negative ones make NaN in a root or logarithm, and a detector finds nothing.
     """
     worth = [(guess, run) for guess, run in tried if _may_be_the_numbers(run.outcome)]
     for guess, run in worth[:_MOST_REDRAWN]:
@@ -307,17 +305,17 @@ def _may_be_the_numbers(outcome: ExamOutcome) -> bool:
 
 
 def has_sound_weights(outcome: ExamOutcome) -> bool:
-    """Return whether the first module to make a value that is not finite has weights that can be right."""
+    """Return whether the first module that made a non-finite value has no broken weights."""
     return outcome.origin is None or not outcome.origin.broken
 
 
 def compare_non_finite(control: LoadedModel, run: Pass, base: ExamOutcome) -> ExamOutcome:
-    """Return the outcome of a pass that made values that are not finite, after the control has run on the same input.
+    """Return the outcome of a pass with non-finite values, after the control has run on the same input.
 
-    Where the control makes none, the file is at fault after all. Only -Inf, in both, is the model's own way to say
-    "never", and no defect."""
+    If the control makes none, the file is at fault after all. If both make only -Inf, that is the model's own masking
+    and no defect."""
     other, ours, failure = forward(control, run.arguments, base).outcome, run.outcome, run.outcome.failure
-    if failure is not None:  # the model raised at what it had made
+    if failure is not None:  # the model raised because of such values
         return replace(ours, failure=replace(failure, blame=CHECKPOINT)) if other.is_good else ours
     if not other.non_finite:
         return ours
@@ -331,7 +329,7 @@ def compare_non_finite(control: LoadedModel, run: Pass, base: ExamOutcome) -> Ex
 
 
 def _anatomy(model: nn.Module) -> Anatomy:
-    """Return the shapes of the model's tensors; a lazy one has none yet."""
+    """Return the shapes of the model's tensors, None for lazy ones."""
     from torch.nn.parameter import is_lazy
 
     tensors = chain(model.named_parameters(), model.named_buffers())
@@ -343,27 +341,27 @@ _NOT_FINITE = re.compile(r"Function '(\w+)' returned nan values")
 
 
 def train(subject: LoadedModel, arguments: Arguments, backward: bool, base: ExamOutcome) -> ExamOutcome:
-    """Return the outcome of a pass in training mode, with the gradients where a backward pass was asked for."""
-    # A check in float32 may have converted the model since the pass in eval mode.
+    """Return the outcome of a pass in training mode, with gradients if ``backward``. Restores eval mode and buffers."""
+    # The check in float32 may have converted the model since the pass in eval mode.
     arguments = replace(arguments, notes=(), warnings=()).to(subject.device, subject.dtype)
     base = ExamOutcome(device=base.device, derived=base.derived)
     buffers = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
     subject.model.train()
-    # The detection has to see the forward pass too: it remembers which line made each step of the graph.
+    # Anomaly detection has to cover the forward pass too, where it records the line of each operation.
     with torch.set_grad_enabled(backward), torch.autograd.set_detect_anomaly(backward):
         run = _forward(subject, arguments, base)
         can_go_back = run.outcome.is_good or run.outcome.is_masked
         outcome = _backward(subject, run) if backward and can_go_back else run.outcome
     subject.model.eval()
     with torch.no_grad():
-        for name, buffer in subject.model.named_buffers():  # the running statistics moved
+        for name, buffer in subject.model.named_buffers():  # restore the running statistics
             if name in buffers and buffer.shape == buffers[name].shape:
                 buffer.copy_(buffers[name])
     return outcome
 
 
 def _forward(subject: LoadedModel, arguments: Arguments, base: ExamOutcome) -> Pass:
-    """Return the pass with a batch of at least two, unless the model takes no more than one."""
+    """Run the pass with a batch of at least two, unless the model only accepts one."""
     if arguments.batch > 1:
         return attempt(subject, arguments, base)
     run = attempt(subject, arguments.doubled(), replace(base, notes=(_DOUBLED,)))
@@ -372,7 +370,7 @@ def _forward(subject: LoadedModel, arguments: Arguments, base: ExamOutcome) -> P
 
 
 def _backward(subject: LoadedModel, run: Pass) -> ExamOutcome:
-    """Go backward under anomaly detection; if that stops, again without it, to see what is reached."""
+    """Run the backward pass under anomaly detection; if that stops, again without it, for the gradients of the rest."""
     operator = where = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -383,7 +381,7 @@ def _backward(subject: LoadedModel, run: Pass) -> ExamOutcome:
             if found is None:
                 return replace(run.outcome, failure=diagnose("training", error))
             operator = found[1]
-            # The innermost line of the user's code in the traceback that the detection wrote, innermost last.
+            # The detection prints the innermost call last; take the innermost one in the user's code.
             printed = "".join(str(warning.message) for warning in caught)
             where = user_line(reversed(re.findall(r'File "(.+)", line (\d+), in (\S+)', printed)))
     if operator:
@@ -401,9 +399,9 @@ def _backward_from(outputs: Iterable[tuple[str, torch.Tensor]], subject: LoadedM
 
 
 def _projection(tensors: Iterable[torch.Tensor], seed: int) -> torch.Tensor | None:
-    """Return a number that depends on every finite value of the outputs; None if none carries a gradient.
+    """Return a random projection of all finite values of the outputs to a scalar; None if none requires a gradient.
 
-    A random projection: the gradient of a plain sum is zero after a softmax or a norm."""
+    A plain sum would not do: its gradient is zero after a softmax or a norm."""
     generator = torch.Generator().manual_seed(seed)
     real = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors)
     given = (tensor for tensor in real if tensor.requires_grad and tensor.numel())

@@ -1,4 +1,4 @@
-"""One forward pass, followed through the modules, and what came of it."""
+"""Runs one forward pass, traced through the modules, and retries it in other ways if that may help."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
 
 class DeviceError(CkptfixError):
-    """The device that was asked for does not work here."""
+    """The requested device does not work on this machine."""
 
 
 def check_device_name(name: str) -> None:
-    """Raise ``UsageError`` for a text that names no device; needs no torch."""
+    """Raise ``UsageError`` if the text is not the name of a device. Needs no torch."""
     if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", name):
         raise UsageError(Opt("device", name), ": not a device; give auto, cpu, cuda, cuda:1, mps or xpu")
 
 
 def choose_device(name: str) -> tuple[torch.device, tuple[str, ...]]:
-    """Return the device of this name, and what to say about it. ``auto`` is CUDA where it works, otherwise the CPU.
+    """Return the device with this name, and notes about it. ``auto`` is CUDA if it works, otherwise the CPU.
 
-    ``CUDA_VISIBLE_DEVICES`` counts as torch counts it: ``cuda:0`` is the first that it shows. Raises ``DeviceError``
-    where another device was asked for by name and does not work."""
+    Numbers are those of torch: ``cuda:0`` is the first device in ``CUDA_VISIBLE_DEVICES``. Raises ``DeviceError`` if a
+    named device does not work."""
     is_auto = name == "auto"
     if is_auto and not torch.cuda.is_available():
         return torch.device("cpu"), (" as ".join(filter(None, ("there is no CUDA device", _visible()))),)
@@ -65,7 +65,7 @@ def choose_device(name: str) -> tuple[torch.device, tuple[str, ...]]:
 
 
 def _visible() -> str:
-    """Return what the user's own restriction lets torch see, in words; empty without one."""
+    """Return the value of CUDA_VISIBLE_DEVICES in words; empty if it is not set."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return ""
@@ -73,7 +73,7 @@ def _visible() -> str:
 
 
 def _fault(device: torch.device) -> str:
-    """Return why the device cannot multiply two small matrices; empty if it can."""
+    """Return why the device fails to multiply two small matrices; empty if it does not."""
     try:
         ones = torch.ones(8, 8, device=device)
         total = float((ones @ ones).sum())
@@ -84,12 +84,11 @@ def _fault(device: torch.device) -> str:
 
 
 def place(model: nn.Module, device: torch.device) -> tuple[torch.dtype, tuple[str, ...]]:
-    """Move the model; returns the dtype that its floating inputs need (that of its first floating parameter), and what
-    to say.
+    """Move the model to the device. Return the dtype of its floating inputs, which is that of its first floating
+    parameter, and notes.
 
-    On the CPU half precision becomes float32, since many operators have no half version there; where only a part of the
-    model is half, its code minds the dtypes itself. A model that does not fit into the device's memory is moved in
-    reduced precision."""
+    On the CPU, a model entirely in float16 becomes float32, since many operators lack a float16 version there. A model
+    that does not fit into the device's memory is moved in reduced precision."""
     dtype = compute_dtype(model)
     try:
         model.to(device)
@@ -110,27 +109,27 @@ def place(model: nn.Module, device: torch.device) -> tuple[torch.dtype, tuple[st
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first floating parameter, float32 for a model that has none."""
+    """Return the dtype of the first floating parameter, float32 if there is none."""
     ordinary = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
     return next((parameter.dtype for parameter in model.parameters() if parameter.dtype in ordinary), torch.float32)
 
 
 def reduced_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return the dtype that takes half the memory; None for one that cannot be reduced."""
+    """Return the dtype that takes half the memory; None if there is none."""
     if dtype == torch.float64:
         return torch.float32
     if dtype != torch.float32:
         return None
     has_bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported()
-    return torch.bfloat16 if has_bfloat16 else torch.float16  # the range of bfloat16 is that of float32
+    return torch.bfloat16 if has_bfloat16 else torch.float16  # bfloat16 has the range of float32
 
 
 def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load with ``strict=True``; raise ``NotLoadedError`` unless every floating parameter came from the file."""
+    """Load with ``strict=True``. Raises ``NotLoadedError`` unless every floating parameter comes from the file."""
     with torch.no_grad():
         for parameter in filter(_can_be_nan, model.parameters()):
             parameter.fill_(torch.nan)
-    # Nothing can be copied into a model on the meta device; an overridden load_state_dict may not know the argument.
+    # A model on the meta device needs `assign`; an overridden load_state_dict may not accept it.
     assign = {"assign": True} if any(parameter.is_meta for parameter in model.parameters()) else {}
     try:
         model.load_state_dict(state_dict, strict=True, **assign)
@@ -144,7 +143,7 @@ def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 
 def unloaded_parameters(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the parameters that hold more NaN than the file gives them under any of their names."""
+    """Return the parameters with more NaN than the file has under any of their names: they were not loaded."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if _can_be_nan(parameter):
@@ -159,7 +158,7 @@ def unloaded_parameters(model: nn.Module, state_dict: Mapping[str, Any]) -> tupl
 
 
 def _can_be_nan(parameter: torch.Tensor) -> bool:
-    """Return whether the element type has NaN and torch can count it; a lazy parameter has no elements yet."""
+    """Return whether a parameter can be filled with NaN, and torch can count them."""
     from torch.nn.parameter import is_lazy
 
     ordinary = parameter.dtype.itemsize > 1 and (parameter.is_floating_point() or parameter.is_complex())
@@ -167,7 +166,7 @@ def _can_be_nan(parameter: torch.Tensor) -> bool:
 
 
 def _mismatch(model: nn.Module, state_dict: Mapping[str, Any], error: RuntimeError) -> NotLoadedError:
-    """Return what the strict load found, counted instead of listed."""
+    """Return the error of the strict load with keys counted instead of listed."""
     wanted = model.state_dict()
     missing = [key for key in wanted if key not in state_dict]
     unexpected = [key for key in state_dict if key not in wanted]
@@ -184,7 +183,7 @@ def _mismatch(model: nn.Module, state_dict: Mapping[str, Any], error: RuntimeErr
 
 
 class Trace:
-    """A context in which every module of the model is followed.
+    """A context that traces every call of a module in the model.
 
     A module is an origin if its inputs were finite when it was entered (it may overwrite them) and its output is not.
     Inner modules return before outer ones, so the first origin is the innermost."""
@@ -209,18 +208,18 @@ class Trace:
 
     @property
     def running(self) -> tuple[str, str] | None:
-        """Path and class of the innermost module that was entered and not left: after an error, the one that raised."""
+        """Path and class of the innermost running module: after an error, the one that raised. None without one."""
         return next(((path, type(module).__name__) for path, module, _ in reversed(self._calls)), None)
 
     @property
     def depth(self) -> int:
-        """How many modules are running; 1 is the model itself."""
+        """The number of running modules; 1 is the model itself."""
         return len(self._calls)
 
     @property
     def origin(self) -> FaultOrigin | None:
-        """The first module that made NaN or +Inf out of finite values; one that made only -Inf, which masks hold by
-        design, comes last."""
+        """The first module that turned finite values into NaN or +Inf; without one, the first that made -Inf, which
+        masks contain by design."""
         made = [origin for origin in self._origins if origin.output.nan or origin.output.positive_inf]
         return next(iter(made + self._origins), None)
 
@@ -235,7 +234,7 @@ class Trace:
         while self._calls:
             path, left, inputs = self._calls.pop()
             if left is module:
-                break  # what lay above it raised, and the model caught that
+                break  # the inner calls raised, and the model caught that
         else:
             return
         if any(figures.non_finite for figures in inputs):
@@ -246,7 +245,7 @@ class Trace:
 
 
 def _weights(module: nn.Module) -> tuple[Figures, ...]:
-    """Return the module's own tensors, and those of its children that cannot be right."""
+    """Return the figures of the module's own tensors, and of broken ones in its children."""
     own, below = (
         [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)] for recurse in (False, True)
     )
@@ -260,8 +259,8 @@ def _figures(values: dict[str, Any]) -> tuple[Figures, ...]:
 
 
 class LoadedModel(Struct):
-    """The model under test, and where it runs. ``dtype`` is that of its floating inputs; a second try may change it,
-    and the whole model with it: then it ``is_converted``."""
+    """The model under test, and where it runs. ``dtype`` is that of its floating inputs; ``is_converted`` if a retry
+    has converted the whole model to it."""
 
     model: nn.Module
     device: torch.device
@@ -271,34 +270,34 @@ class LoadedModel(Struct):
 
     @property
     def setting(self) -> Setting:
-        """How another model is to run that is compared with this one."""
+        """How another model has to run to be compared with this one."""
         return Setting(self.device, self.seed, self.dtype if self.is_converted else None)
 
     def arguments(self, given: Iterable[Input]) -> Arguments:
-        """Return the tensors for this model."""
+        """Return the arguments for this model."""
         return make_arguments(given, self.dtype, self.device, self.seed)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Bring the whole model into one floating dtype."""
+        """Convert the whole model to one floating dtype."""
         self.model.to(dtype=dtype)
         self.dtype = dtype
         self.is_converted = True
 
     def release(self) -> None:
-        """Let go of the model, so that another finds room; the subject has none from then on."""
+        """Drop the model, to make room for another one. This object has no model afterwards."""
         if hasattr(self, "model"):
             del self.model
 
 
 class Setting(Struct, frozen=True):
-    """How a model runs: where, with which seed, and ``converted`` to which dtype; None for its own."""
+    """How a model runs: its device, its seed, and the dtype it is ``converted`` to, None for its own."""
 
     device: torch.device
     seed: int = 0
     converted: torch.dtype | None = None
 
     def prepare(self, model: nn.Module) -> tuple[LoadedModel, tuple[str, ...]]:
-        """Return the model in eval mode, on the device, and what to say about its way there."""
+        """Return the model in eval mode on the device, and notes about moving it."""
         dtype, notes = place(model.eval(), self.device)
         subject = LoadedModel(model, self.device, dtype, self.seed)
         if self.converted is not None:
@@ -307,7 +306,7 @@ class Setting(Struct, frozen=True):
 
 
 class Pass(Struct, frozen=True):
-    """A forward pass: what came of it, on what and how it ran, and its outputs with their names."""
+    """A forward pass: its outcome, arguments and setting, and the named outputs."""
 
     outcome: ExamOutcome
     arguments: Arguments
@@ -315,18 +314,18 @@ class Pass(Struct, frozen=True):
     outputs: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def detached(self) -> Pass:
-        """Return the same with outputs that share no memory with the model, whose values may change."""
+        """Return the pass with copies of the outputs, which later changes of the model do not affect."""
         return replace(self, outputs=tuple((name, tensor.detach().cpu().clone()) for name, tensor in self.outputs))
 
     def noting(self, *notes: str) -> Pass:
-        """Return the same with more to say."""
+        """Return the pass with more notes."""
         return replace(self, outcome=replace(self.outcome, notes=(*self.outcome.notes, *notes)))
 
 
 def forward(subject: LoadedModel, arguments: Arguments, base: ExamOutcome) -> Pass:
-    """Call the model once; an error of its code is part of the outcome and never raised.
+    """Call the model once. An error of its code is part of the outcome and never raised.
 
-    ``base`` is what is known before; what it says of another pass is not taken over."""
+    The outcome continues ``base``, whose failure and non-finite values from an earlier pass are dropped."""
     given = {**{f"[{index}]": value for index, value in enumerate(arguments.args)}, **arguments.kwargs}
     # a single positional input needs no name in the report
     names = {name: "" if len(given) == 1 and not arguments.kwargs else name for name in given}
@@ -364,13 +363,13 @@ def forward(subject: LoadedModel, arguments: Arguments, base: ExamOutcome) -> Pa
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the GPU, whose errors would otherwise surface at some later and innocent line."""
+    """Wait for the GPU, whose errors would otherwise be reported at a later line."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def attempt(subject: LoadedModel, arguments: Arguments, base: ExamOutcome) -> Pass:
-    """Return the forward pass, tried again where another way to run it may help."""
+    """Run the forward pass, and again without cuDNN, in one dtype or with less memory if that may help."""
     run = forward(subject, arguments, base)
     if is_cudnn_failure(run.outcome.failure):
         run = _without_cudnn(subject, run, base)
@@ -391,7 +390,7 @@ def _without_cudnn(subject: LoadedModel, failed: Pass, base: ExamOutcome) -> Pas
 
 
 def _in_one_dtype(subject: LoadedModel, failed: Pass, base: ExamOutcome) -> Pass:
-    """Return the whole model in the widest dtype that it holds, at least float32; that changes no value."""
+    """Run again with the whole model in its widest dtype, at least float32, which changes no value."""
     held = {parameter.dtype for parameter in subject.model.parameters() if parameter.is_floating_point()}
     widest = torch.float64 if torch.float64 in held else torch.float32
     if held <= {widest}:
@@ -407,7 +406,7 @@ def _in_one_dtype(subject: LoadedModel, failed: Pass, base: ExamOutcome) -> Pass
 
 
 def _blaming_the_code(failed: Pass, dtype: torch.dtype) -> Pass:
-    """Parameters and inputs are of one dtype, so the model's own code makes the other; integers may be the input's."""
+    """Blame the model's code for a second dtype if parameters and inputs have only one; not if an input is integer."""
     given = (*failed.arguments.args, *failed.arguments.kwargs.values())
     failure = failed.outcome.failure
     if failure is None or not all(tensor.is_floating_point() for tensor in given):
@@ -418,7 +417,7 @@ def _blaming_the_code(failed: Pass, dtype: torch.dtype) -> Pass:
 
 
 def _with_less(subject: LoadedModel, failed: Pass, base: ExamOutcome) -> Pass:
-    """Return the batch halved down to 1, then the whole model in reduced precision."""
+    """Run again with the batch halved, down to 1, then with the whole model in reduced precision."""
     full = size = failed.arguments.batch
     run = failed
     while size > 1 and is_out_of_memory(run.outcome.failure):

@@ -1,4 +1,4 @@
-"""The texts of ``--input``, and what they mean; ``arguments`` makes the tensors.
+"""Parses the values of ``--input``, and makes the tensors for ``forward``.
 
 ::
 
@@ -6,7 +6,7 @@
     [NAME=]SHAPE:int:LOW:HIGH  input_ids=2x16:int:0:1000  int64, LOW <= value < HIGH
     [NAME=]FILE                image.npy, batch.pt, batch.safetensors
 
-A NAME with dots is a member of a dict, or of a list: ``added_cond_kwargs.time_ids=2x6``, ``images.0=3x64x64``."""
+A NAME with dots is a member of a dict or list: ``added_cond_kwargs.time_ids=2x6``, ``images.0=3x64x64``."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _FORMS = (
 )
 
 
-# How the numbers of a random input are made; `uniform` are from 0 to 1, as images are.
+# The distribution of a random input; `uniform` is from 0 to 1, like images.
 Draw = Literal["normal", "uniform", "ones", "zeros"]
 
 
 class RandomInput(Struct, frozen=True):
     """A tensor of random numbers: floats, or integers ``bounds[0] <= value < bounds[1]``. ``name`` None is positional.
 
-    ``draw`` says how floats are made; of integers ``ones`` and ``zeros`` are the highest and the lowest."""
+    ``draw`` is the distribution of floats; for integers, ``ones`` is the highest value and ``zeros`` the lowest."""
 
     shape: tuple[int, ...]
     bounds: tuple[int, int] | None = None
@@ -50,7 +50,7 @@ class RandomInput(Struct, frozen=True):
 
 
 class FileInput(Struct, frozen=True):
-    """The tensors of a file: one is positional (or ``name``), those of a mapping are keywords."""
+    """The tensors in a file: a single one is positional or ``name``, those in a mapping are keywords."""
 
     path: str
     name: str | None = None
@@ -60,7 +60,7 @@ Input = RandomInput | FileInput
 
 
 def parse_inputs(texts: Iterable[str]) -> tuple[Input, ...]:
-    """Return the inputs that these texts mean; raises ``UsageError`` of one line for the first that means nothing."""
+    """Parse the values of ``--input``. Raises ``UsageError`` for the first that is not valid."""
     inputs = tuple(_parse(text) for text in texts)
     names = [given.name for given in inputs if given.name]
     for name in names:
@@ -90,19 +90,19 @@ def _parse(text: str) -> Input:
     return RandomInput(shape, (bounds[0], bounds[1]), name)
 
 
-# Times as large or as small as what the layer saw: two inputs that are scaled alike differ by less, and 0 … 255 against
-# 0 … 1 or against ImageNet's normalisation by more than 50.
+# The ratio to the scale in training, or its inverse, from which an input is odd. Inputs with the same scaling differ by
+# less; 0 … 255 differs from 0 … 1 and from ImageNet's normalisation by more than 50.
 _APART = 20.0
 
 
 def refuse_non_finite(path: str, tensor: torch.Tensor) -> None:
-    """Raise ``UsageError`` if the input holds NaN, or infinities that no mask would hold."""
+    """Raise ``UsageError`` if the input contains NaN, or infinities other than a mask's -Inf."""
     values = values_of(tensor)
     if values.numel() == 0 or bool(values.isfinite().all()):
         return
     if bool(values.isnan().any()):
         cause = ""
-        if tensor.ndim > 2:  # of images and signals, whole channels
+        if tensor.ndim > 2:  # whole channels of images and signals
             bad = tensor.isnan().transpose(0, 1).flatten(1).all(dim=1)
             if bool(bad.any()) and not bool(bad.all()):
                 cause = f" in all of {_named(bad)}, as from scaling by 0/0"
@@ -113,7 +113,7 @@ def refuse_non_finite(path: str, tensor: torch.Tensor) -> None:
 
 
 def odd_channels(path: str, tensor: torch.Tensor) -> list[str]:
-    """Return what to say if a channel of an image or signal is constant and others are not: a wrong scaling."""
+    """Return a warning if some channels of an image or signal are constant and others not, as from wrong scaling."""
     if tensor.ndim < 3 or not tensor.is_floating_point() or not tensor.numel() or tensor[0, 0].numel() < 2:
         return []
     flat = tensor.transpose(0, 1).flatten(1)
@@ -130,9 +130,10 @@ def _named(chosen: torch.Tensor) -> str:
 
 @contextmanager
 def scale_check(model: nn.Module, given: torch.Tensor | None) -> Iterator[list[str]]:
-    """Compare what the first BatchNorm that runs gets with its running statistics, and give a warning if they differ.
+    """Compare the input of the first BatchNorm that runs with its running statistics, and add a warning if their scales
+    differ.
 
-    There is none without an input, nor if no such layer was ever trained."""
+    Yields the warnings, which stay empty if ``given`` is None or no such layer was ever trained."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     warnings: list[str] = []
@@ -144,7 +145,7 @@ def scale_check(model: nn.Module, given: torch.Tensor | None) -> Iterator[list[s
 
     def meeting(path: str) -> Any:
         def meet(module: Any, args: Any) -> None:
-            hooks.close()  # the first that runs is the one that is nearest to the input
+            hooks.close()  # only the first that runs is near the input
             seen = (module.running_var.double() + module.running_mean.double() ** 2).mean().sqrt()
             met = values_of(args[0]).double().square().mean().sqrt() if args else seen
             ratio = float(met / seen) if bool(seen.isfinite() and met.isfinite()) and float(seen) > 0 else 1.0
@@ -172,12 +173,12 @@ def _scale_text(layer: str, ratio: float, low: float, high: float) -> str:
 
 
 def _is_trained(norm: Any) -> bool:
-    """Return whether the statistics ever moved: they start as mean 0 and variance 1."""
+    """Return whether the statistics were ever updated: they start as mean 0 and variance 1."""
     return not (bool((norm.running_mean == 0).all()) and bool((norm.running_var == 1).all()))
 
 
 class Arguments(Struct, frozen=True):
-    """What ``forward`` is called with; ``notes`` is what was done to it, ``warnings`` what is odd about it."""
+    """The arguments of ``forward``; ``notes`` say what was done to them, ``warnings`` what is odd about them."""
 
     args: tuple[torch.Tensor, ...] = ()
     kwargs: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -186,12 +187,12 @@ class Arguments(Struct, frozen=True):
 
     @property
     def batch(self) -> int:
-        """The size of the first dimension; 1 if there is none."""
+        """The size of the first dimension of the first tensor that has one, otherwise 1."""
         return next((tensor.shape[0] for tensor in (*self.args, *self.kwargs.values()) if tensor.ndim), 1)
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """``kwargs`` as ``forward`` takes them: those with dots in their names are members of dicts and lists."""
+        """``kwargs`` for ``forward``, with dotted names made into members of dicts and lists."""
         made: dict[str, Any] = {}
         for name, tensor in self.kwargs.items():
             *places, last = name.split(".")
@@ -202,7 +203,7 @@ class Arguments(Struct, frozen=True):
         return {name: _with_lists(value) for name, value in made.items()}
 
     def first(self, size: int) -> Arguments:
-        """Return the first ``size`` of the batch; tensors of another first dimension stay whole."""
+        """Return the first ``size`` samples of the batch; tensors with another first dimension stay whole."""
         batch = self.batch
         return self.mapped(lambda tensor: tensor[:size] if tensor.ndim and tensor.shape[0] == batch else tensor)
 
@@ -214,17 +215,17 @@ class Arguments(Struct, frozen=True):
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Arguments:
-        """Return the same on another device, the floating ones in another dtype."""
+        """Return the arguments on another device, floating ones in another dtype."""
         return self.mapped(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
-        """Return the same with other tensors, as ``change`` makes them."""
+        """Return the arguments with ``change`` applied to each tensor."""
         kwargs = {name: change(tensor) for name, tensor in self.kwargs.items()}
         return replace(self, args=tuple(map(change, self.args)), kwargs=kwargs)
 
 
 def _with_lists(value: Any) -> Any:
-    """Return a dict whose keys are numbers as a list, at any depth."""
+    """Return the value with dicts whose keys are all numbers as lists, at any depth."""
     if not isinstance(value, dict):
         return value
     members = {name: _with_lists(member) for name, member in value.items()}
@@ -232,11 +233,11 @@ def _with_lists(value: Any) -> Any:
 
 
 def make_arguments(inputs: Iterable[Input], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Arguments:
-    """Return the tensors of the inputs, on the device; floating ones have this dtype, whatever their file says, and so
-    have images of bytes, which no layer takes.
+    """Return the tensors of the inputs on the device. Floating ones are converted to this dtype, and so are images of
+    bytes, which no layer accepts.
 
-    Random numbers are drawn on the CPU, so that a seed means the same input everywhere. Raises ``UsageError`` for a
-    file that holds no tensors, or values that are not finite."""
+    Random numbers are drawn on the CPU, so that a seed gives the same input on every device. Raises ``UsageError`` for
+    a file without tensors, or with values that are not finite."""
     generator = torch.Generator().manual_seed(seed)
     args: list[torch.Tensor] = []
     kwargs: dict[str, torch.Tensor] = {}
@@ -274,7 +275,7 @@ def _draw(given: RandomInput, generator: torch.Generator) -> torch.Tensor:
 
 
 def tensors_of_file(given: FileInput) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """Yield the tensors of a file, by name where there are several. Raises ``UsageError`` for one that holds anything
+    """Yield the tensors of a file, with their names if there are several. Raises ``UsageError`` if it contains anything
     else, or values that are not finite."""
     found = list(_named_tensors(_read(given.path)))
     if not found or not all(isinstance(tensor, torch.Tensor) for _, tensor in found):
@@ -298,7 +299,7 @@ def _named_tensors(value: Any) -> Iterator[tuple[str | None, Any]]:
 
 
 def _read(path: str) -> Any:
-    """Return what the file holds; it runs no code of the file."""
+    """Return the content of the file, without running code in it. Raises ``UsageError`` if it cannot be read."""
     import pickle
 
     from safetensors import SafetensorError

@@ -1,4 +1,4 @@
-"""Starts the child of a forward test, keeps its time, and collects its result, whatever becomes of it."""
+"""Starts the child of a forward test, enforces its time limit, and collects its result even if it crashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptfix.errors import Opt, UsageError
 from ckptfix.smoke.outcome import BLAME_OF_STAGE, CHECKPOINT, ENVIRONMENT, ExamOutcome, Failure, user_line
 from ckptfix.writing.atomic import temporary_folder_beside
 
-TAIL = 4096  # how many of the last bytes that the user's model printed are kept
+TAIL = 4096  # bytes kept from the end of what the model prints
 
 
 DONE = "done"  # the stage that comes with the answer
@@ -42,17 +42,17 @@ class Ending(Struct, frozen=True):
 
     @property
     def answered(self) -> bool:
-        """Whether the child came to its end: otherwise it crashed, was killed, or ran out of time."""
+        """Whether the child finished; otherwise it crashed, was killed, or ran out of time."""
         return self.stage == DONE
 
 
 def launch(
     job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] | None = None, kind: type[Any] = ExamOutcome
 ) -> Ending:
-    """Run the job in a new process, in a process group of its own, for ``timeout`` seconds at most, with these
-    environment variables beside the parent's. ``kind`` is the class of the outcome.
+    """Run the job in a new process and process group for at most ``timeout`` seconds, with ``variables`` added to the
+    environment. ``kind`` is the class of the outcome.
 
-    Raises ``UsageError`` if the arguments of the factory cannot be said in JSON."""
+    Raises ``UsageError`` if the arguments of the factory cannot be written as JSON."""
     with temporary_folder_beside(Path(tempfile.gettempdir(), "forward-test")) as folder:
         answer, stack, empty = Path(folder, "answer"), Path(folder, "stack"), Path(folder, "empty")
         empty.mkdir()
@@ -63,7 +63,7 @@ def launch(
         except TypeError as error:
             raise UsageError(Opt("model_args"), f": {error}; the forward test takes only plain JSON") from error
         returncode, timed_out, printed = _run(text, timeout, empty, variables or {})
-        # A line that is not complete was never written to its end.
+        # The last line may be incomplete.
         lines = [line for line in _text(answer).splitlines(keepends=True) if line.endswith("\n")]
         last: dict[str, Any] = json.loads(lines[-1]) if lines else {"stage": "start", "outcome": {}}
         outcome = convert(last["outcome"], kind)
@@ -87,7 +87,7 @@ def _run(order: bytes, timeout: float, folder: Path, variables: Mapping[str, str
     reader.start()
     timed_out = False
     try:
-        with contextlib.suppress(BrokenPipeError):  # it died before it read; its exit status says why
+        with contextlib.suppress(BrokenPipeError):  # it died before reading; its exit status tells why
             process.stdin.write(order)
             process.stdin.close()
         process.wait(timeout)
@@ -98,20 +98,21 @@ def _run(order: bytes, timeout: float, folder: Path, variables: Mapping[str, str
             process.wait(1)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # whatever the model has left running goes too
+            os.killpg(process.pid, signal.SIGKILL)  # with all processes that the model left running
         process.wait()
-        reader.join(1)  # a process that left the group may hold the pipe open for ever
+        reader.join(1)  # a process outside the group may keep the pipe open for ever
     return process.returncode, timed_out, bytes(printed).decode(errors="replace").strip()
 
 
 def _environment() -> dict[str, str]:
-    """Return the parent's; what can be imported here can be imported there, and a crash loses nothing that was printed.
+    """Return the child's environment: the parent's, with the same import path and unbuffered output, so that a crash
+    loses nothing.
 
-    The user's folder is left out: the child adds it once torch is there, which must not import a ``random.py`` of it.
-    """
+    The working directory is left out of the path. The child adds it after importing torch, which must not import, say,
+    a ``random.py`` from it."""
     found = [Path(entry).absolute() for entry in sys.path]
     path = [str(entry) for entry in found if entry != Path.cwd()]
-    home = str(Path(__file__).resolve().parents[2])  # of ckptfix, which may be the user's folder itself
+    home = str(Path(__file__).resolve().parents[2])  # of ckptfix, even if it is the working directory
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*path, home]), "PYTHONUNBUFFERED": "1"}
 
 
@@ -129,11 +130,11 @@ NO_ANSWER = "no answer"
 
 
 def death(ending: Ending, timeout: float) -> Failure:
-    """Return the failure of a child that gave no answer, from how it ended."""
+    """Return the failure of a child that ended without an answer."""
     blame = ENVIRONMENT if ending.stage == "input" else BLAME_OF_STAGE.get(ending.stage, ENVIRONMENT)
     name = signal_name(-ending.returncode)
     if ending.timed_out:
-        blame = ENVIRONMENT if blame == CHECKPOINT else blame  # a slow disk, or a large file: no fault of its content
+        blame = ENVIRONMENT if blame == CHECKPOINT else blame  # a slow disk or a large file, not its content
         error = f"{NO_ANSWER} within {timeout:g} s"
     elif name == "SIGKILL":
         blame, error = ENVIRONMENT, "the process was killed by SIGKILL, most likely because it ran out of memory"
@@ -141,16 +142,16 @@ def death(ending: Ending, timeout: float) -> Failure:
         blame = ENVIRONMENT if name in ("SIGBUS", "SIGILL") else blame
         error = f"the process crashed with {name}"
     else:
-        # Where Python itself gave up, the last line is its error.
+        # If Python itself failed, the last line is its error.
         last = f" ({ending.printed.splitlines()[-1].strip()})" if ending.printed else ""
         error = f"the process exited with status {ending.returncode}{last}"
-    # The innermost line of the user's code on the stack that faulthandler wrote, innermost first.
+    # faulthandler writes the innermost call first; take the innermost one in the user's code.
     calls = re.findall(r'File "(.+)", line (\d+) in (\S+)', ending.stack.rpartition("Current thread")[2])
     return Failure(ending.stage, blame, error, where=user_line(calls))
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; empty for a number that is not one (an exit status)."""
+    """Return the name of a signal; empty if the number is not one, as for an exit status."""
     return signal.Signals(number).name if number in {known.value for known in signal.Signals} else ""
 
 
@@ -158,7 +159,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """End when the parent ends, however it ends, if the system can do that; at once if it has ended already."""
+    """Make this process end when the parent does, if the system supports it; exit at once if it has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

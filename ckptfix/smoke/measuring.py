@@ -1,6 +1,6 @@
-"""The statistics of ``--recalibrate FILE``: the user's model, the weights of the file, the user's data.
+"""Measures running statistics for ``--recalibrate FILE``, with the user's model and data and the weights of the file.
 
-This is what the edits with the origin ``data`` take their values from. It runs the user's code, as ``--model`` does."""
+Edits with the origin ``data`` take their values from here. Runs the user's code, as ``--model`` does."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ckptfix.smoke.inputs import FileInput, tensors_of_file
 if TYPE_CHECKING:
     from ckptfix.engine.changes import Measure
 
-BATCH = 32  # samples that the model sees at a time; statistics of much smaller batches are noisy
+BATCH = 32  # samples per batch; statistics of much smaller batches are noisy
 
 
 def measure_with(model: nn.Module | str, arguments: ModelArguments = (), seed: int = 0) -> Measure:
-    """Return what measures running statistics with a model, given or made by a factory; a given one is not changed.
+    """Return a function that measures running statistics with a model or a factory's; a given model is not changed.
 
-    It takes the checkpoint with all other values in place, the keys that are wanted, and the path of the data: one
-    tensor (``.npy``, ``.pt``, ``.safetensors``) with the samples along its first dimension, or several by the names of
-    forward's arguments. Raises ``TargetError`` if the rest of the checkpoint does not fit the model, and for data
-    that the model fails on or that gives no usable statistics."""
+    It takes the checkpoint with all other values in place, the wanted keys, and the path of the data: one tensor
+    (``.npy``, ``.pt``, ``.safetensors``) with samples along its first dimension, or several by the names of forward's
+    arguments. It raises ``TargetError`` if the checkpoint does not fit the model, if the model fails on the data, or if
+    the data gives no usable statistics."""
 
     def measure(checkpoint: Checkpoint, keys: Collection[str], path: str) -> Mapping[str, torch.Tensor]:
         if not isinstance(model, str):
@@ -49,7 +49,7 @@ def _measure(model: nn.Module, checkpoint: Checkpoint, keys: Collection[str], pa
             f"({reason}); run ckptfix check first"
         ) from error
     layers = {split_key(key)[0].removesuffix(".") for key in keys}
-    for name, norm in norms_of(model).items():  # one that is broken in another way must not spoil what these see
+    for name, norm in norms_of(model).items():  # other broken norms are measured too, so that they do not affect these
         mean, variance = norm.running_mean, norm.running_var
         if not (mean.isfinite().all() and variance.isfinite().all() and (variance >= 0).all()):
             layers.add(name)
@@ -72,14 +72,14 @@ def _measure(model: nn.Module, checkpoint: Checkpoint, keys: Collection[str], pa
 
 
 def _batches(path: str) -> Iterator[Any]:
-    """Yield the data of a file in batches, as a tensor or by the names of arguments."""
+    """Yield the data of a file in batches, each a tensor or a dict by the names of arguments."""
     found = {
         name: tensor.float() if tensor.dtype == torch.uint8 and tensor.ndim >= 3 else tensor
         for name, tensor in tensors_of_file(FileInput(path))
     }
     samples = min((len(tensor) for tensor in found.values() if tensor.ndim), default=0)
     for start in range(0, samples, BATCH):
-        # A batch of one sample has no variance in a layer without positions: it goes with the one before it.
+        # A single sample has no variance in a layer without positions, so it is added to the batch before.
         stop = samples if samples - start <= BATCH + 1 else start + BATCH
         parts = {name: tensor[start:stop] for name, tensor in found.items()}
         yield parts.get(None, parts)

@@ -1,9 +1,9 @@
-"""Which tensors of a model could be exchanged, or transposed, without any output that shows it.
+"""Finds tensors of a model that could be exchanged, or transposed, without changing any output.
 
-Trying each exchange takes a pass for each, and twin towers show none unless all of their layers are exchanged at once.
-One pass with a backward pass settles all: where all tensors of one shape have the same values, and square ones are
-symmetric, a model that does not tell some of them apart, or a matrix from its transposed one, has the same gradient for
-both. So tensors whose gradients differ cannot be exchanged unseen, neither by themselves nor together with others."""
+Trying each exchange would take one pass each, and in twin towers only shows if all their layers are exchanged at once.
+One forward and backward pass is enough: if all tensors of one shape have the same values, and square ones are
+symmetric, then exchangeable tensors have the same gradient, and so do a matrix and its transpose. So tensors whose
+gradients differ cannot be exchanged unnoticed, neither alone nor together with others."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from msgspec import Struct
 from ckptfix.core.lazy import nn, torch
 from ckptfix.core.parts import Box, Shape, extent
 
-DEAD = 1e-11  # the share of the largest gradient below which one may be rounding
+DEAD = 1e-11  # relative to the largest gradient, below which one may be rounding
 
-# The share of the larger of two gradients by which they differ, at least: rounding explains some 1e-12.
+# The least difference of two gradients, relative to the larger one: rounding makes about 1e-12.
 DIFFERENT = 1e-6
 
 _SAMPLES = 256
 
 
 class Unit(Struct, frozen=True, eq=False):
-    """A box of a tensor of the target, and where its values come from."""
+    """A box of a tensor in the target, and the box in the source that its values come from."""
 
     source: str
     shape: Shape
@@ -37,36 +37,36 @@ class Unit(Struct, frozen=True, eq=False):
 
     @property
     def view(self) -> torch.Tensor:
-        """The values, which share the memory of the tensor."""
+        """The values, as a view of the tensor."""
         return self.of(self.tensor.detach())
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the box of a tensor that has the shape of this one."""
+        """Return the same box of another tensor of this shape."""
         return tensor[tuple(slice(*bounds) for bounds in self.place)]
 
     @property
     def _way(self) -> tuple[object, ...]:
-        """From which rows of which module to which rows of which module the values go."""
+        """Source module and target module of the values, with the relative first row in each."""
         sides = (self.box, self.shape), (self.place, tuple(self.tensor.shape))
         rows = [box[0][0] / size[0] if box and size[0] else 0 for box, size in sides]
         return self.source.rpartition(".")[0], self.key.rpartition(".")[0], *rows
 
     def follows(self, units: Sequence[Unit], hidden: Sequence[Unit]) -> bool:
-        """Tell whether another tensor of the same modules goes the same way, and that shows."""
+        """Return whether another tensor moves between the same modules and rows, and is observable."""
         return any(other._way == self._way for other in units if other not in hidden)
 
 
 def unobservable(
     model: nn.Module, units: Sequence[Unit], outputs: Callable[[], Sequence[torch.Tensor]], seed: int
 ) -> list[Unit]:
-    """Return the units of which no output depends, and those whose exchange with like ones, or transposition, may leave
-    the outputs as they are. The values of the model are the same afterwards."""
+    """Return the units that no output depends on, and those that may be exchanged with others of the same shape, or
+    transposed, without changing the outputs. Restores the values of the model."""
     like: dict[Shape, list[Unit]] = defaultdict(list)
     for unit in units:
         like[extent(unit.place)].append(unit)
     generator = torch.Generator().manual_seed(seed + 1)
     kept = [unit.view.clone() for unit in units]
-    dead = _dead(_gradients(model, units, outputs, generator))  # where the outputs were compared
+    dead = _dead(_gradients(model, units, outputs, generator))  # at the values for which the outputs were compared
     for shape, members in like.items():
         values = random_values(shape, generator)
         if _is_square(shape):
@@ -89,14 +89,14 @@ def _is_square(shape: Shape) -> bool:
 
 
 def _dead(gradients: Mapping[Unit, torch.Tensor]) -> set[Unit]:
-    """Return the units whose gradient may be rounding: no output depends on them."""
+    """Return the units whose gradient is zero up to rounding: no output depends on them."""
     sizes = {unit: float(each.abs().max()) if each.numel() else 0.0 for unit, each in gradients.items()}
     largest = max(sizes.values(), default=0.0)
     return {unit for unit, size in sizes.items() if size <= DEAD * largest}
 
 
 def random_values(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Return vectors between 0.5 and 1.5, which may be variances, and matrices that keep the size of what they get."""
+    """Return a vector between 0.5 and 1.5, which may be a variance, or a matrix that keeps the scale of its input."""
     sizes = [size for size in shape if size != 1]
     if len(sizes) < 2:
         return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
@@ -106,7 +106,7 @@ def random_values(shape: tuple[int, ...], generator: torch.Generator) -> torch.T
 def _gradients(
     model: nn.Module, units: Sequence[Unit], outputs: Callable[[], Sequence[torch.Tensor]], generator: torch.Generator
 ) -> dict[Unit, torch.Tensor]:
-    """Return the gradient of a random sum of the outputs for each unit; zero if the model does not give any."""
+    """Return the gradient of a random projection of the outputs for each unit; zero if there is none."""
     tensors = list({id(unit.tensor): unit.tensor for unit in units}.values())
     asked = {tensor: tensor.requires_grad for tensor in (*model.parameters(), *tensors)}
     got: Sequence[torch.Tensor | None] = (None,) * len(tensors)
@@ -118,7 +118,7 @@ def _gradients(
         with torch.enable_grad(), _differentiable():
             found = [(one * torch.randn(one.shape, generator=generator)).sum() for one in outputs()]
             got = torch.autograd.grad(torch.stack(found).sum(), tensors, allow_unused=True)
-    except RuntimeError:  # a part of the model has no gradient: nothing is proved
+    except RuntimeError:  # a part of the model is not differentiable: nothing is proved
         pass
     finally:
         for tensor, is_asked in asked.items():
@@ -128,7 +128,7 @@ def _gradients(
 
 
 def _differentiable() -> Any:
-    """Return a mode in which the running statistics of a BatchNorm have gradients too."""
+    """Return a context in which the running statistics of a BatchNorm get gradients too."""
     from torch.overrides import TorchFunctionMode
 
     class Mode(TorchFunctionMode):
@@ -150,8 +150,8 @@ _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "traini
 
 
 def _alike(units: Sequence[Unit], gradients: Mapping[Unit, torch.Tensor], is_square: bool) -> list[Unit]:
-    """Return the units with a gradient that does not differ from another one, where both are largest; nor, if they are
-    square, from one that is transposed."""
+    """Return the units whose gradient equals that of another one or, if they are square, a transposed one. Compares
+    only the elements that are largest over all units."""
     found = [gradients[unit] for unit in units] + [gradients[unit].T for unit in units if is_square]
     if len(found) < 2:
         return []

@@ -1,5 +1,4 @@
-"""What the child tells the parent, as plain data that goes through JSON. Free of torch: the parent never imports it for
-this."""
+"""The outcome of an exam, as plain data that the child sends to the parent as JSON. Reading it needs no torch."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import CkptfixError, TargetError
 
-# Stages after the verdict, which they do not change.
+# Stages after the verdict, which do not change it.
 AFTERTHOUGHTS = ("devices", "control", "compare")
-ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkpoint"  # whose fault a failure is
+ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkpoint"  # what is to blame for a failure
 
 
 class Figures(Struct, frozen=True):
-    """How many values of a tensor are NaN or infinite, and the range of the finite ones (None without any)."""
+    """The numbers of NaN and infinite values in a tensor, and the range of the finite ones, None without any."""
 
     tensor: str
     shown: str
@@ -35,18 +34,18 @@ class Figures(Struct, frozen=True):
 
     @property
     def non_finite(self) -> int:
-        """How many elements are NaN or infinite."""
+        """The number of values that are NaN or infinite."""
         return self.nan + self.positive_inf + self.negative_inf
 
     @property
     def is_broken(self) -> bool:
-        """Whether a weight with these values cannot be right: it is not finite, and no mask of zeros and -Inf."""
+        """Whether a weight with these values is broken: not finite, and not a mask of zeros and -Inf."""
         is_mask = self.negative_inf == self.non_finite and not self.low and not self.high
         return self.non_finite > 0 and not is_mask
 
     @property
     def is_negative_variance(self) -> bool:
-        """Whether this is the running variance of a BatchNorm, and below zero, where its root is NaN."""
+        """Whether this is a negative running variance of a BatchNorm, whose root is NaN."""
         return self.tensor == "running_var" and self.low is not None and self.low < 0
 
     def __str__(self) -> str:
@@ -67,12 +66,12 @@ class FaultOrigin(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The module as a reader looks for it: ``features.3 (Conv2d)``."""
+        """The module in words: ``features.3 (Conv2d)``."""
         return module_name(self.module, self.kind)
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """The keys of its weights that cannot be right: not finite, or a negative variance."""
+        """The keys of its broken weights: not finite, or a negative variance."""
         broken = (figures for figures in self.weights if figures.is_broken or figures.is_negative_variance)
         return tuple(self.key(figures.tensor) for figures in broken)
 
@@ -84,9 +83,9 @@ class FaultOrigin(Struct, frozen=True):
 class Failure(Struct, frozen=True):
     """Why the model did not run.
 
-    ``error`` is one line; ``module`` and ``kind`` name the innermost module that was running, ``where`` the line of the
-    user's code, ``keys`` the entries of the state_dict that it is about, ``origin`` the module that had made NaN
-    before."""
+    ``error`` is one line; ``module`` and ``kind`` are path and class of the innermost running module, ``where`` the
+    line of the user's code, ``keys`` the entries of the state_dict that it is about, ``origin`` the module that had
+    made non-finite values before."""
 
     stage: str
     blame: str
@@ -100,17 +99,17 @@ class Failure(Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """Where it happened, as the end of a sentence: `` in features.3 (Conv2d), at model.py:12 in forward``; empty
-        where unknown."""
+        """Where it happened, to end a sentence: `` in features.3 (Conv2d), at model.py:12 in forward``; empty if
+        unknown."""
         module = f" in {module_name(self.module, self.kind)}" if self.module is not None else ""
         return module + (f"{',' if module else ''} at {self.where}" if self.where else "")
 
 
 class Gradients(Struct, frozen=True):
-    """What a backward pass left, by the names of the parameters.
+    """The gradients after a backward pass, by the names of the parameters.
 
-    ``missing`` have none, though they want one. ``operator`` and ``where`` are the backward function that first made a
-    value that is not finite, and the line of the user's forward code that it belongs to."""
+    ``missing`` ones require a gradient and have none. ``operator`` is the first backward function that made a
+    non-finite value, ``where`` the line of the user's forward code that it belongs to."""
 
     finite: int = 0
     non_finite: tuple[str, ...] = ()
@@ -132,13 +131,13 @@ class Gradients(Struct, frozen=True):
 
 
 class ExamOutcome(Struct, frozen=True):
-    """What the child saw. ``failure`` None and no ``non_finite``: the model ran and gave finite values.
+    """The outcome of an exam. Without ``failure`` and ``non_finite``, the model ran and its output is finite.
 
-    ``derived`` means that the input came from the model and not from the user; ``undecided`` says why there is no
-    verdict. ``finite_in_float32`` and ``shared`` are about values that are not finite: what the same pass gives in
-    float32, where it ran in less, and whether the model with its own initial weights gives such values too.
-    ``warnings`` are about the input that was given. ``training`` is the same in training mode, ``devices`` the
-    comparison with the CPU, ``compared`` that with another file."""
+    ``derived`` means that the input was derived from the model, not given; ``undecided`` says why there is no verdict.
+    For non-finite values, ``finite_in_float32`` says whether the same pass is finite in float32, if it ran in less, and
+    ``shared`` whether the model gives such values with its own initial weights too. ``warnings`` are about the given
+    input. ``training`` is the outcome in training mode, ``devices`` the comparison with the CPU, ``compared`` that with
+    another file."""
 
     device: str = ""
     notes: tuple[str, ...] = ()
@@ -165,24 +164,24 @@ class ExamOutcome(Struct, frozen=True):
 
     @property
     def is_masked(self) -> bool:
-        """Whether what is not finite is only -Inf, a model's way to say "never"."""
+        """Whether the only non-finite values are -Inf, as from masks."""
         return bool(self.non_finite) and not any(figures.nan or figures.positive_inf for figures in self.non_finite)
 
 
 def module_name(path: str, kind: str) -> str:
-    """Return a module as a reader looks for it: ``features.3 (Conv2d)``; the model itself has no path."""
+    """Return a module in words: ``features.3 (Conv2d)``; the model itself has no path."""
     return f"{path} ({kind})" if path else f"the model itself ({kind})"
 
 
 class NotLoadedError(CkptfixError):
-    """The file does not give the model all of its parameters; ``keys`` are those that it is about."""
+    """The file does not load all parameters of the model. ``keys`` are the affected ones."""
 
     def __init__(self, message: str, keys: tuple[str, ...]) -> None:
         super().__init__(message)
         self.keys = keys
 
 
-_DEPTH = 16  # outputs nest a few levels; deeper is a cycle
+_DEPTH = 16  # outputs are nested a few levels; deeper is a cycle
 
 
 def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -211,24 +210,24 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def describe(name: str, tensor: torch.Tensor) -> str:
-    """Return a tensor in the report: ``float32[2, 10]``, with its path where it has one: ``logits: float32[2, 10]``."""
+    """Return a tensor for the report: ``float32[2, 10]``, or with its name ``logits: float32[2, 10]``."""
     shown = shape_of(tensor)
     return f"{name}: {shown}" if name else shown
 
 
 def shape_of(tensor: torch.Tensor) -> str:
-    """Dtype and shape: ``float32[2, 10]``. The sizes of a nested tensor vary, so it has none."""
+    """Return dtype and shape: ``float32[2, 10]``, or ``float32[nested]``."""
     shape = "nested" if tensor.is_nested else ", ".join(map(str, tensor.shape))
     return f"{dtype_name(tensor.dtype)}[{shape}]"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype in the report: ``float32``."""
+    """Return the name of a dtype: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the stored values as one real, dense, floating tensor; empty for integers, and on the meta device."""
+    """Return the stored values as a dense, real, floating tensor; empty for integers and on the meta device."""
     values = tensor.detach()
     if values.is_meta:
         return torch.empty(0)
@@ -244,11 +243,11 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point():
         return torch.empty(0)
-    return values.float() if values.dtype.itemsize == 1 else values  # float8 knows no isfinite
+    return values.float() if values.dtype.itemsize == 1 else values  # float8 has no isfinite
 
 
 def figures_of(name: str, tensor: torch.Tensor) -> Figures:
-    """Return the figures of one tensor; a single pass where all is finite, as it nearly always is."""
+    """Return the figures of a tensor, in a single pass if all values are finite."""
     shown, values = shape_of(tensor), values_of(tensor)
     if values.numel() == 0:
         return Figures(name, shown)
@@ -288,12 +287,12 @@ _DTYPE = re.compile(
     r"|not implemented for 'Half'|input must have the type"
 )
 
-# After one of these the process can do nothing more on the GPU, and the line that reported it need not be the one.
+# After one of these, the process cannot use the GPU any more, and the line that reported it may not have caused it.
 # https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
 _STICKY = re.compile(
     r"illegal memory access|device-side assert|unspecified launch failure|misaligned address|illegal instruction was"
 )
-# What the kernels of torch print where an index is too large: Indexing.cu, IndexKernel.cu, Loss.cu.
+# What torch's kernels print if an index is too large: Indexing.cu, IndexKernel.cu, Loss.cu.
 _INDEX_ASSERT = re.compile(
     r"Assertion `.*(srcIndex < srcSelectDimSize|index out of bounds|idx_dim|t >= 0 && t < n_classes).*` failed"
 )
@@ -304,10 +303,10 @@ _ENVIRONMENT = re.compile(
     r"|not currently implemented for the MPS|Found no NVIDIA driver|no attribute '_cuda_|Unable to find a valid cuDNN"
 )
 
-# Tensors on two devices: model and input are on one, so the third was made by the model's own code.
+# Tensors on two devices: model and input are on the same one, so the model's own code made another tensor.
 _DEVICES = re.compile(r"to be on the same device|expected CPU tensor|Expected object of (backend|device type)")
 
-# The messages of torch 2.x for an input of another shape, range or dtype than the layer that it met.
+# Messages of torch 2.x about an input whose shape, range or dtype a layer does not accept.
 _INPUT = re.compile(
     r"shapes cannot be multiplied|must match the size of tensor|expected input\[|Calculated padded input size"
     r"|Kernel size can't be greater|Output size is too small|index out of range|is invalid for input of size"
@@ -329,10 +328,10 @@ def diagnose(
     depth: int = 0,
     origin: FaultOrigin | None = None,
 ) -> Failure:
-    """Return what to say of an error that was raised in this stage.
+    """Return the failure for an error that was raised in this stage.
 
-    ``running`` is path and class of the innermost running module, ``depth`` how many were running, ``origin`` the
-    module that had made NaN before."""
+    ``running`` is path and class of the innermost running module, ``depth`` the number of running ones, ``origin`` the
+    module that had made non-finite values before."""
     module, kind = running or (None, "")
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if not isinstance(error, CkptfixError):
@@ -351,8 +350,8 @@ def diagnose(
 
 
 def holds_for_any_input(failure: Failure) -> bool:
-    """Return whether another input could not have helped: the environment gave way, the weights are broken, names of
-    the code are missing, or the code leaves the process."""
+    """Return whether another input would not help: the environment or the checkpoint is at fault, the code has missing
+    names or imports, or it exits."""
     if failure.blame in (ENVIRONMENT, CHECKPOINT):
         return True
     return failure.error.startswith(("NameError", "ImportError", "ModuleNotFoundError", "SyntaxError", "SystemExit"))
@@ -364,23 +363,23 @@ def is_out_of_memory(failure: Failure | None) -> bool:
 
 
 def is_cudnn_failure(failure: Failure | None) -> bool:
-    """Return whether cuDNN gave way, which says that torch may do without it."""
+    """Return whether cuDNN failed, without which torch may work."""
     return failure is not None and bool(_CUDNN.search(failure.error)) and not is_out_of_memory(failure)
 
 
 def is_dtype_mismatch(failure: Failure | None) -> bool:
-    """Return whether two dtypes met (Double and Float, Half and Float), or one that the device does not compute in."""
+    """Return whether an operator got two dtypes (Double and Float), or one that the device does not support."""
     return failure is not None and bool(_DTYPE.search(failure.error))
 
 
 def is_sticky(text: str) -> bool:
-    """Return whether the GPU is lost to the process, and the line that reported it need not be the true one."""
+    """Return whether an error makes the GPU unusable for the process, and may be reported at a wrong line."""
     return bool(_STICKY.search(text))
 
 
 def blame_of_assert(printed: str) -> str | None:
-    """Return whose fault a device-side assert is, from what the kernel printed: an index too large is the input's; None
-    where it printed nothing that says so."""
+    """Return what is to blame for a device-side assertion by the kernel's output: the input if an index is too large,
+    None if unknown."""
     return INPUT if _INDEX_ASSERT.search(printed) else None
 
 
@@ -388,16 +387,16 @@ def _blame(stage: str, error: BaseException, depth: int, origin: FaultOrigin | N
     text = str(error)
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(text):
         return ENVIRONMENT
-    if stage == "move" and "meta tensor" in text:  # the factory builds it without memory, and the file has no value
+    if stage == "move" and "meta tensor" in text:  # built on the meta device, without a value in the file
         return MODEL
-    if stage == "read" and isinstance(error, ImportError | OSError):  # what is wrong in the file is an UnreadableError
+    if stage == "read" and isinstance(error, ImportError | OSError):  # defects of the file are UnreadableErrors
         return ENVIRONMENT
     if stage != "forward":
         return BLAME_OF_STAGE.get(stage, MODEL)
     if origin is not None:
         return CHECKPOINT if origin.broken else MODEL
     if isinstance(error, TypeError) and _CALL.search(text):
-        return INPUT if depth <= 1 else MODEL  # the call of an inner module is the model's own
+        return INPUT if depth <= 1 else MODEL  # the model itself calls the inner modules
     if isinstance(error, RuntimeError | ValueError | IndexError | AssertionError):
         if _DEVICES.search(text):
             return MODEL
@@ -426,13 +425,13 @@ def _where(error: BaseException) -> str:
 
 
 def user_line(calls: Iterable[tuple[str, int | str, str]]) -> str:
-    """Return the first of these calls (file, line, function) that is in the user's code: ``model.py:12 in forward``."""
+    """Return the first call (file, line, function) in the user's code: ``model.py:12 in forward``; empty if none."""
     found = (f"{Path(file).name}:{line} in {function}" for file, line, function in calls if is_user_file(file))
     return next(found, "")
 
 
 def is_user_file(name: str) -> bool:
-    """Return whether a source file is neither of ckptfix, nor of torch, nor of Python itself."""
+    """Return whether a source file belongs neither to ckptfix nor to torch nor to Python itself."""
     above = Path(name).parents
     of_python = Path(traceback.__file__).parent in above and "site-packages" not in Path(name).parts
     return not (name.startswith("<") or of_python or any(folder in above for folder in _libraries()))
@@ -440,6 +439,6 @@ def is_user_file(name: str) -> bool:
 
 @cache
 def _libraries() -> tuple[Path, ...]:
-    """Return the folders of ckptfix and of torch, which need not be imported for this."""
+    """Return the folders of ckptfix and torch, without importing torch."""
     specs = (find_spec("ckptfix"), find_spec("torch"))
     return tuple(Path(spec.origin).parent for spec in specs if spec is not None and spec.origin)

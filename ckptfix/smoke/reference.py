@@ -1,7 +1,7 @@
-"""The checkpoint of ``--compare``: what the same model gives with its weights on the same input.
+"""Compares the outputs of a model with those on the CPU, and with those for the weights of ``--compare``.
 
-Names are repaired first, as far as that is safe, so that a file from before a repair can be compared with the one from
-after it. A reference that does not load, or does not run, is said and fails nothing."""
+Safe repairs are applied to the names of that checkpoint first, so that a file can be compared with its repaired copy. A
+reference that does not load or run is reported, and fails nothing."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ from ckptfix.smoke.outcome import ExamOutcome, NotLoadedError, dtype_name, value
 
 Outputs = Sequence[tuple[str, "torch.Tensor"]]
 
-# The share of the largest value by which the outputs of a deep network may differ between two devices, by dtype: some
-# hundred roundings of the last digit, one after another.
+# The difference, relative to the largest value, that the outputs of a deep network may have between two devices, by
+# dtype: the effect of some hundred consecutive roundings.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
-# Parameters. Above this the CPU takes minutes for what the GPU does in a second, and the comparison is left out.
+# Parameters above which the comparison is skipped: the CPU takes minutes for what the GPU does in a second.
 LARGEST_FOR_CPU = 500_000_000
 
 
 def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "float32") -> Comparison:
-    """Return the outputs of one model in two runs; ``theirs`` is the reference, ``dtype`` that in which they were
-    computed.
+    """Compare the outputs of two runs of a model. ``theirs`` is the reference, ``dtype`` the one they were computed in.
 
-    A value that is finite in only one is infinitely far from the other."""
+    If a value is finite in only one of them, the difference is infinite."""
     if [(name, tensor.shape) for name, tensor in ours] != [(name, tensor.shape) for name, tensor in theirs]:
         return Comparison(against, unlike="the outputs differ in names or shapes")
     difference = scale = 0.0
@@ -64,18 +63,18 @@ def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "
 
 
 def compare_with_cpu(subject: LoadedModel, run: Pass, base: ExamOutcome) -> Comparison:
-    """Compare the outputs of this device with those of the CPU, on which the model is afterwards."""
+    """Compare the outputs on this device with those on the CPU. Leaves the model on the CPU."""
     dtype = dtype_name(subject.dtype)
     if sum(parameter.numel() for parameter in subject.model.parameters()) > LARGEST_FOR_CPU:
         return Comparison("cpu", unlike="the model is too large to run there in time")
-    # The tensor cores round to 10 bits in convolutions unless told otherwise; that is a choice and no fault.
+    # Tensor cores round to 10 bits in convolutions by default, which is a choice and not a fault.
     with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
         first = forward(subject, run.arguments, base)
         again = forward(replace(subject, seed=subject.seed + 1), run.arguments, base)
     if not compare_outputs(first.outputs, again.outputs, "itself", dtype).is_close:
         return Comparison("cpu", unlike="the model draws random numbers")
     cpu = torch.device("cpu")
-    # float16 lacks operators on the CPU, and to widen it changes no value
+    # float16 lacks operators on the CPU, and widening changes no value
     wide = torch.float32 if subject.dtype == torch.float16 else subject.dtype
     subject.model.to(cpu)
     there = LoadedModel(subject.model, cpu, subject.dtype, subject.seed)
@@ -91,7 +90,7 @@ _NAMES = Settings(select=FOR_LOADING, values=False)
 
 
 class Reference(Struct, frozen=True):
-    """A checkpoint file, what it is called in the report, and how it is opened."""
+    """A checkpoint file, its name in the report, and how to open it."""
 
     file: str
     label: str
@@ -101,7 +100,7 @@ class Reference(Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings, source: str) -> Reference | None:
-        """Return the reference that was asked for, None without one; ``source`` is the file that is repaired."""
+        """Return the reference of the settings, None without one. ``source`` is the file that is repaired."""
         asked = settings.compare
         if asked == SOURCE:
             return cls(source, source, settings.weights, settings.member, settings.salvage)
@@ -111,13 +110,13 @@ class Reference(Struct, frozen=True):
 def compare_with_reference(
     reference: Reference, tested: Checkpoint, build: Callable[[], nn.Module], run: Pass, base: ExamOutcome
 ) -> Comparison:
-    """Return the outputs of a pass with the weights of the file ``tested`` against those that the weights of the
-    reference give in a new model of ``build``."""
+    """Compare the outputs of ``run``, with the weights of ``tested``, with those for the reference's weights in a new
+    model from ``build``."""
     label = reference.label
     try:
         model = build()
         stored = open_file(reference.file, reference.weights, salvage=reference.salvage, member=reference.member)
-        from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which few forward tests need
+        from ckptfix.engine.diagnosis import diagnose  # imports all rules, which few forward tests need
 
         theirs = diagnose(stored, target_from_module(model), _NAMES).result
         load_strictly(model, theirs.state_dict())
@@ -141,7 +140,7 @@ def compare_with_reference(
 
 
 def _differ(left: TensorSpec, right: TensorSpec | None) -> bool:
-    """Return whether two stored tensors differ in a bit, or in their form."""
+    """Return whether two stored tensors differ in dtype, shape, layout or bytes."""
     if right is None or (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
         return True
     pairs = zip_longest(left.strided_parts(), right.strided_parts())

@@ -1,5 +1,4 @@
-"""The forward test from the outside: start the child, and turn what it says, or how it dies, into a result and
-findings."""
+"""The forward test in the parent: starts the child, and turns its answer or its death into a result and findings."""
 
 from __future__ import annotations
 
@@ -54,11 +53,11 @@ def run_smoke(
     weights: str | None = None,
     reference: Reference | None = None,
 ) -> tuple[SmokeResult, list[Finding]]:
-    """Load the file strictly into the factory's model and run it once, in a process of its own; findings of the family
-    RUN say what went wrong.
+    """Load the file strictly into the factory's model and run it once, in a process of its own. Return the result and
+    the findings, of the family RUN.
 
-    ``weights`` picks one of several state_dicts in the file; ``reference`` is another checkpoint whose outputs are
-    compared. Raises ``UsageError`` for settings that have no meaning; whatever the user's code does is a finding."""
+    ``weights`` selects one of several state_dicts in the file; ``reference`` is another checkpoint to compare outputs
+    with. Raises ``UsageError`` for invalid settings; whatever the user's code does becomes a finding."""
     parse_inputs(settings.input)
     check_device_name(settings.device)
     job = Exam(
@@ -76,14 +75,14 @@ def run_smoke(
     ending = launch(to_builtins(job), settings.timeout)
     if lost_the_gpu(ending) and os.environ.get(_BLOCKING) != "1":
         again = launch(to_builtins(job), settings.timeout, {_BLOCKING: "1"})
-        # The second answer counts, or the first if the error did not come again.
+        # The second answer counts, or the first if the error did not recur.
         ending, note = (again, _TRUE_LINE) if lost_the_gpu(again) else (ending, _NOT_AGAIN)
         ending = replace(ending, outcome=replace(ending.outcome, notes=(*ending.outcome.notes, note)))
     return judge(ending, settings.timeout)
 
 
 def lost_the_gpu(ending: Ending) -> bool:
-    """Return whether a kernel went wrong: CUDA then reports it at some later line, or kills the process."""
+    """Return whether a CUDA kernel failed, which is reported at some later line or kills the process."""
     parts = (ending.outcome, ending.outcome.training)
     if any(part is not None and part.failure is not None and is_sticky(part.failure.error) for part in parts):
         return True
@@ -91,9 +90,10 @@ def lost_the_gpu(ending: Ending) -> bool:
 
 
 def judge(ending: Ending, timeout: float) -> tuple[SmokeResult, list[Finding]]:
-    """Return what the ending of the child comes to. An answer counts even where the process crashed on its way out.
+    """Return the result and the findings for the ending of the child. An answer counts even if the process crashed
+    while exiting.
 
-    Once there is a verdict, a crash or a time-out of what comes after it changes nothing but what it was about."""
+    Once there is a verdict, a crash or time-out of a later stage affects only that stage."""
     outcome = _with_assert(_complete(ending, timeout), ending.printed)
     findings = findings_of(outcome, ending.printed)
     note = "; ".join(outcome.notes)
@@ -130,7 +130,7 @@ def _complete(ending: Ending, timeout: float) -> ExamOutcome:
 
 
 def _with_assert(outcome: ExamOutcome, printed: str) -> ExamOutcome:
-    """Blame the input for a failed index assert of a kernel; a derived input proves nothing."""
+    """Blame the input for a failed index assertion of a kernel; with a derived input, there is no verdict."""
     failure = outcome.failure
     if failure is None or not is_sticky(f"{failure.error} {printed}") or blame_of_assert(printed) != INPUT:
         return outcome
@@ -142,7 +142,7 @@ def _with_assert(outcome: ExamOutcome, printed: str) -> ExamOutcome:
 
 
 def _checks(outcome: ExamOutcome) -> tuple[str, ...]:
-    """Return what was looked at beyond the pass in eval mode, a line each."""
+    """Return a line for each check beyond the pass in eval mode."""
     checks = []
     if outcome.training is not None:
         said = "failed" if outcome.training.failure else "not finite" if outcome.training.non_finite else "finite"
@@ -159,7 +159,7 @@ def _checks(outcome: ExamOutcome) -> tuple[str, ...]:
 
 
 def forward_test(settings: Settings, model: str, arguments: Any) -> ForwardTest:
-    """Return what runs the model of a factory on a file, as the settings ask."""
+    """Return the function that runs the forward test of a file with these settings."""
 
     def test(file: Path, result: Checkpoint) -> tuple[SmokeResult | None, list[Finding]]:
         if settings.is_for_torch_before(COUNTED_SINCE) and _lacks_counters(result):
@@ -172,7 +172,7 @@ def forward_test(settings: Settings, model: str, arguments: Any) -> ForwardTest:
 
 
 def _lacks_counters(result: Checkpoint) -> bool:
-    """Return whether this torch refuses it: a BatchNorm of ``_metadata`` version 2 has to have its counter."""
+    """Return whether this torch refuses the result, as a BatchNorm of ``_metadata`` version 2 lacks its counter."""
     for key in result.specs:
         path, name = split_key(key)
         version = (result.metadata or {}).get(path.removesuffix("."), {}).get("version")
@@ -216,9 +216,9 @@ _STAGE = {
 
 
 def findings_of(outcome: ExamOutcome, printed: str = "") -> list[Finding]:
-    """Return what a finished test found; ``printed`` is the tail of what the model printed."""
+    """Return the findings of a finished test; ``printed`` is the tail of what the model printed."""
     found = [named("forward-odd-input").finding(Level.NOTE, text, remedies=(_SCALE,)) for text in outcome.warnings]
-    if outcome.undecided:  # a warning and no error: a guess that fails says nothing against the file
+    if outcome.undecided:  # only a warning: a failed guess says nothing about the file
         message = f"the forward test could not be run: {outcome.undecided}"
         device, remedies = {"device": outcome.device}, (_INPUT, _NO_TEST)
         found.append(named("forward-fails").finding(Level.WARNING, message, evidence=device, remedies=remedies))
@@ -257,7 +257,7 @@ def _failing(failure: Failure, outcome: ExamOutcome, printed: str) -> Finding:
 
 
 def _why(failure: Failure) -> str:
-    """Return whose fault a failure is. A model that had no end yet is not at fault, as far as is known."""
+    """Return in words what is at fault. A model that did not finish in time may just be slow."""
     is_slow = failure.blame == MODEL and failure.error.startswith(NO_ANSWER)
     return "the model is slow here or waiting for something" if is_slow else _SAID[failure.blame]
 
@@ -285,7 +285,7 @@ def _non_finite(outcome: ExamOutcome) -> Finding:
         cause = f"; {_culprit(outcome.origin)}"
     level = Level.ERROR
     remedies = advise("check the named module's values in the file")
-    if not keys:  # else no input gives finite numbers
+    if not keys:  # otherwise no input gives finite numbers
         remedies += (_INPUT,)
     if outcome.finite_in_float32 is not None:
         evidence["finite_in_float32"] = outcome.finite_in_float32
@@ -330,7 +330,7 @@ def _culprit(origin: FaultOrigin) -> str:
 
 
 def _in_training(training: ExamOutcome, is_good_in_eval: bool) -> list[Finding]:
-    """Warnings: the pass in eval mode is what proves the file."""
+    """Return the findings in training mode, at most warnings: the pass in eval mode is what proves the file."""
     failure, gradients = training.failure, training.gradients
     if failure is not None:
         message = f"the model fails in training mode, {_why(failure)}: {failure.error}{failure.place}"
