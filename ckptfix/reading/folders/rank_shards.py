@@ -91,7 +91,9 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
 
 def may_be_rank(path: str) -> bool:
     """Return whether a file is named like one of several that the ranks of a training wrote, each a part."""
-    return re.search(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/|hf_model_)", path) is not None
+    if re.search(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/|hf_model_)", path):
+        return True
+    return re.search(r"_\d{1,7}\.pt$", path) is not None and Path(path).with_name("metadata.pkl").is_file()
 
 
 def named_part(path: Path) -> RankShard | None:

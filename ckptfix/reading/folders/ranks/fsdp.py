@@ -10,7 +10,7 @@ Trainers save the optimizer beside the ranks of a model, in ranks of its own or 
 ``optimizer_0_rank0.bin`` and the folder ``optimizer_0``, whose tensors have their names. The shapes of these moments
 are those of weights that ``LOCAL_STATE_DICT`` has flattened. Schedulers and random states are each rank's own.
 
-Names of files: verl, dinov2, fvcore, accelerate."""
+Names of files: verl, dinov2, fvcore, accelerate, torch_checkpointing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRanks, RankLeaves
 from ckptfix.reading.folders.ranks.divided import Divided, divided
 from ckptfix.reading.folders.ranks.files import COUNTERS, MALFORMED, RankFiles, add_rank, note_copies
-from ckptfix.reading.folders.ranks.names import NUMBERED
+from ckptfix.reading.folders.ranks.names import ITEM, ITEM_METADATA, NUMBERED
 from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.weights.document import Document
 
@@ -55,7 +55,7 @@ _DTENSOR = "DTensor"
 _MARKS = (b"ShardedTensor", b"DTensor", b"shard_metadata")
 # How the names of files begin that a trainer has beside those of the model (verl, accelerate).
 _OPTIMIZERS = "optim"
-_BESIDE = (_OPTIMIZERS, "extra_state", "rng", "random", "scheduler")
+_BESIDE = (_OPTIMIZERS, "extra_state", "rng", "random", "scheduler", "lr_scheduler", "dataloader", "train_state")
 
 OPTIMIZER = "optimizer"
 
@@ -75,7 +75,7 @@ class RankSet(Struct, frozen=True):
     def pattern(self) -> str:
         """The name of a file, with a place for the rank."""
         first, path = next(iter(self.files.items()))
-        return re.sub(rf"((?:rank|shard)[._=-]?)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
+        return re.sub(rf"((?:rank|shard)[._=-]?|_)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
 
 
 _Key = tuple[str, int, str]  # what tells the sets of a folder apart: stem, world and suffix
@@ -91,10 +91,15 @@ def rank_sets(folder: Path) -> Mapping[_Key, RankSet]:
 @lru_cache(maxsize=1)  # asked for with every file of a folder, of which there may be thousands
 def _sets_of(folder: Path, changed: int) -> Mapping[_Key, RankSet]:
     found: dict[_Key, dict[int, Path]] = {}
+    numbered = _names(folder)
     for path in sorted(folder.iterdir()):
-        if (match := NUMBERED.fullmatch(path.name)) and path.is_file():
+        if (match := numbered.fullmatch(path.name)) and path.is_file():
             add_rank(found.setdefault(_key(match), {}), int(match["rank"]), path)
     return {key: RankSet(*key, dict(sorted(files.items()))) for key, files in found.items()}
+
+
+def _names(folder: Path) -> re.Pattern[str]:
+    return ITEM if (folder / ITEM_METADATA).is_file() else NUMBERED
 
 
 def _key(match: re.Match[str]) -> _Key:
@@ -119,7 +124,7 @@ def document(files: RankFiles) -> Document | None:
     """Return the document of a folder, or of the set of files of which one was named; None if these hold no tensors of
     ranks."""
     sets = rank_sets(files.folder)
-    named = NUMBERED.fullmatch(files.named.name) if files.named is not None else None
+    named = _names(files.folder).fullmatch(files.named.name) if files.named is not None else None
     found, models = sets.get(_key(named)) if named else None, _models(sets)
     is_all = found is None or (len(models) == 1 and (models[0] is found or found.stem.startswith(_OPTIMIZERS)))
     found = _chosen(files.folder) if is_all else found
@@ -226,7 +231,7 @@ def _models(every: Mapping[_Key, RankSet]) -> list[RankSet]:
 
 def folder_of(file: Path) -> Path | None:
     """Return the folder of a file of one rank, if there are others of its set, or should be by its name."""
-    match = NUMBERED.fullmatch(file.name)
+    match = _names(file.parent).fullmatch(file.name)
     found = rank_sets(file.parent).get(_key(match)) if match else None
     return file.parent if found is not None and max(len(found.files), found.world) > 1 else None
 

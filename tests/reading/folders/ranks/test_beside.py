@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.reading.folders.ranks.test_fsdp import dtensor
 
 WHOLE = torch.arange(12.0).reshape(6, 2)
 VERL = ("model_world_size_2_rank_{}.pt", "optim_world_size_2_rank_{}.pt")
+TORCH_CHECKPOINTING = ("model_{}.pt", "optimizer_{}.pt")
 ACCELERATE = ("pytorch_model_fsdp_0_rank{}.bin", "optimizer_0_rank{}.bin")
 
 
@@ -30,13 +32,19 @@ def save(folder: Path, names: tuple[str, str], name: object) -> None:
     for rank in range(2):
         torch.save({"w": dtensor(rank, WHOLE), "mean": torch.ones(2)}, folder / names[0].format(rank))
         torch.save(optimizer(name, dtensor(rank, WHOLE + 1)), folder / names[1].format(rank))
+    if names is TORCH_CHECKPOINTING:
+        (folder / "metadata.pkl").write_bytes(pickle.dumps({"metadata": {}, "world_size": 2, "version": "2.0"}))
 
 
 def left_out(checkpoint: ckptfix.Checkpoint) -> dict[str, str]:
     return {fact.place: fact.data["why"] for fact in checkpoint.remarks if fact.kind is Kind.RANK_LEFT_OUT}
 
 
-@pytest.mark.parametrize(("names", "name"), [(VERL, 0), (ACCELERATE, "w")], ids=["verl", "accelerate"])
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [(VERL, 0), (ACCELERATE, "w"), (TORCH_CHECKPOINTING, "w")],
+    ids=["verl", "accelerate", "torch_checkpointing"],
+)
 @pytest.mark.parametrize("given", ["", "model", "optimizer"])
 def test_the_optimizer_is_read_with_the_model(tmp_path: Path, names: tuple[str, str], name: object, given: str) -> None:
     save(tmp_path, names, name)
@@ -46,6 +54,13 @@ def test_the_optimizer_is_read_with_the_model(tmp_path: Path, names: tuple[str, 
     assert torch.equal(whole["model"]["w"], WHOLE)
     assert torch.equal(whole["optimizer"]["state"][name]["exp_avg"], WHOLE + 1)
     assert whole["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [name]}]
+
+
+def test_noop_numbers_are_ranks_only_beside_the_metadata(tmp_path: Path) -> None:
+    save(tmp_path, TORCH_CHECKPOINTING, "w")
+    (tmp_path / "metadata.pkl").unlink()
+    with pytest.raises(ckptfix.UnreadableError, match="not a sharded checkpoint; name one of the files"):
+        ckptfix.open_checkpoint(tmp_path)
 
 
 def test_what_else_is_beside_the_model_is_named(tmp_path: Path) -> None:
