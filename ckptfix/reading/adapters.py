@@ -40,14 +40,13 @@ _ROLES = {
     **{"lora_embedding_A": "A", "lora_embedding_B": "B", "lora_magnitude_vector": "magnitude"},
     **{"ia3_l": "scale", "trainable_tokens_delta": "tokens", "alpha": "alpha"},
     **{"ln_tuning_layers": "norm", "ln_tuning_layers.bias": "norm_bias"},
-    "lora_B.bias": "bias",
+    **dict.fromkeys(("lora_B.bias", "lora_up.bias"), "bias"),
     "dora_scale": "magnitude",
     **{name: name for name in (*HADAMARD, *KRONECKER, *CORES)},
     **{"diff": "diff", "w_norm": "diff", "diff_b": "diff_b", "b_norm": "diff_b"},
 }
 # Roles of tensors that replace those of their module.
 _REPLACED = {"norm": "weight", "norm_bias": "bias"}
-# Tensors with these roles may also be parameters of a model, unless a trainer wrote the file.
 _DIFFERENCES = frozenset(("diff", "diff_b"))
 
 _NAME = "|".join(re.escape(role) for role in sorted(_ROLES, key=len, reverse=True))
@@ -182,6 +181,7 @@ class Adapter(Struct, frozen=True):
     # Whether peft loads it directly, and not through diffusers, which computes in the dtype of the base.
     is_peft: bool = False
     weight: float = 1.0
+    names: tuple[str, ...] = ()  # of the adapters, if it was saved with the model
 
     @property
     def kind(self) -> str:
@@ -329,7 +329,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         own = _PROCESSOR.sub(lambda found: f".{found[1]}{'.0' if found[1] == 'to_out' else ''}.lora.", key)
         own = _XLABS.sub(lambda of: f"diffusion_model.{of[1]}.{_XLABS_SIDES[of[3]]}_attn.{of[2]}.lora", own)
         match = _TENSOR.fullmatch(own)
-        if match is None:
+        if match is None or (match["leaf"] == ".bias" and f"{match['role']}.bias" not in _ROLES):
             # With bias="all", peft also saves the biases of modules that modules_to_save replaces.
             if (path and ".original_module." not in key) or ".modules_to_save." in key:
                 saved[_wrapped(strip_segments(_SAVED.sub("", key)))] = key
@@ -337,28 +337,26 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             continue
         role = _ROLES.get(match["role"] + (match["leaf"] or "")) or _ROLES[match["role"]]
         component = None if is_peft else _COMPONENT.match(match["module"])
-        if role in _DIFFERENCES and (component is None or component["dotted"] not in (None, "diffusion_model")):
+        # Without the path of an adapter it may be a model with parameters of this name.
+        is_named = component is not None and (path or component["dotted"] in (None, "diffusion_model"))
+        if role in _DIFFERENCES and not is_named:
             saved.update({key: key} if path else {})
             continue
         prefix = "" if component is None else component["dotted"] or component["kohya"]
         module = _wrapped(strip_segments(match["module"])[len(prefix) + 1 if prefix else 0 :])
         module = module.replace(".", "_") if component is not None and component["kohya"] else module
-        found.setdefault((prefix, module), {})[role] = key
+        if found.setdefault((prefix, module), {}).setdefault(role, key) != key:
+            saved[key] = key  # a second tensor for the same place
         if role in _REPLACED:
             saved[f"{module}.{_REPLACED[role]}"] = key
         if match["name"]:
             names.add(match["name"])
-    if len(names) > 1:
-        raise AdapterError(
-            f"{path or checkpoint.path}: holds {len(names)} adapters ({', '.join(sorted(names))}); save each "
-            "separately and merge them one after the other"
-        )
     layers = (
         AdapterLayer(".".join(part for part in module.split(".") if part not in _NESTED), prefix, keys)
         for (prefix, module), keys in found.items()
         if keys.keys() != {"alpha"}  # that is a parameter of the model
     )
-    return Adapter(path, checkpoint, config, tuple(layers), saved, is_peft)
+    return Adapter(path, checkpoint, config, tuple(layers), saved, is_peft, names=tuple(sorted(names)))
 
 
 def _wrapped(name: str) -> str:
@@ -512,6 +510,11 @@ _MATRICES = ("A", "B", *HADAMARD, *KRONECKER, *CORES)
 def check_alone(adapter: Adapter) -> None:
     """Raise ``AdapterError`` for defects of an adapter that do not depend on its base."""
     path = adapter.path or adapter.checkpoint.path
+    if len(adapter.names) > 1:
+        raise AdapterError(
+            f"{path}: holds {len(adapter.names)} adapters ({', '.join(adapter.names)}); save each separately and merge "
+            "them one after the other"
+        )
     how = adapter.config.get("init_lora_weights")
     if isinstance(how, str) and how.lower().startswith(_REBUILT):
         raise AdapterError(

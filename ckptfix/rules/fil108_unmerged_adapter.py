@@ -144,7 +144,7 @@ def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
 
 def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle: bool) -> Iterator[Finding]:
     """Report what an adapter is if the file holds nothing else."""
-    own = {key for layer in adapter.layers for key in layer.keys.values()}
+    own = {*adapter.saved.values(), *(key for layer in adapter.layers for key in layer.keys.values())}
     if not adapter.config and any(
         key not in own and key.rpartition(".")[2] == "weight" for key in context.checkpoint.entries
     ):

@@ -391,6 +391,10 @@ def _of_other_base(adapter: Adapter, words: str) -> AdapterError:
     return AdapterError(f"{adapter.path}: {words}; give the base that it was trained on")
 
 
+def _by_its_library(adapter: Adapter, words: str) -> AdapterError:
+    return AdapterError(f"{adapter.path}: {words}; merge it with the library that trained it")
+
+
 def _of_layer(
     checkpoint: Checkpoint, adapter: Adapter, layer: AdapterLayer, key: str, turned: _Orientation
 ) -> Iterator[tuple[str, Delta]]:
@@ -435,6 +439,9 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     one, two = adapter.checkpoint.specs[factors[0]].shape, adapter.checkpoint.specs[factors[1]].shape
     form, is_turned, rounds = "linear", False, narrow
     _check_norms(adapter, layer, two[0], spec)
+    if len(one) != len(two) and not layer.is_embedding:
+        words = f"{layer.module} has matrices {list(one)} and {list(two)}, as LyCORIS saves convolutions of DyLoRA"
+        raise _by_its_library(adapter, words)
     fits = len(one) == len(two) and one[:1] == two[1:2] == (rank,)
     if layer.is_embedding and len(one) == 2:
         fits, is_turned, rounds = fits and spec.shape == (one[1], two[0]), True, narrow or len(factors) < 3
@@ -445,6 +452,9 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
         fits = core.shape == (rank, rank, *spec.shape[2:])
         fits = fits and (prod(two), prod(one)) == (rank * spec.shape[0], rank * spec.shape[1])
         form, factors = "tucker", (*factors[:2], layer.keys["lora_mid"], *factors[2:])
+    elif len(one) != len(spec.shape) and prod(spec.shape[2:]) == 1:
+        # Between a convolution with one pixel and a linear layer, which libraries have in the place of each other.
+        fits = fits and (two[0], one[1], prod(one[2:])) == (*spec.shape[:2], 1)
     elif len(spec.shape) > 2:
         fits = fits and (two[0], *one[1:]) == spec.shape and set(two[2:]) == {1}
         form = "linear" if spec.shape[2:] == (1, 1) else "conv"
@@ -486,7 +496,9 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     else:
         rank, cores = adapter.rank(layer), [core.shape for role in CORES if (core := adapter.spec(layer, role))]
         ends = [(rank, size) for size in spec.shape[:2]] if cores else [(wanted[0], rank), (rank, wanted[1])]
-        fits = len(spec.shape) > 1 and shapes[: len(HADAMARD)] == ends * 2
+        # Those of OneTrainer have the axes of the kernel.
+        matrices = [(*shape[:1], prod(shape[1:])) for shape in shapes[: len(HADAMARD)]]
+        fits = len(spec.shape) > 1 and matrices == ends * 2
         fits = fits and all(core[:2] == (rank, rank) and prod(core[2:]) == prod(spec.shape[2:]) for core in cores)
     if not fits or turned.is_conv1d(key):
         raise AdapterError(
@@ -582,6 +594,8 @@ def _whole(
                 Opt("model"),
             )
         if not is_copied(adapter, key) and not (is_of_words(key) and value.shape[1:]):
+            if not adapter.is_peft:
+                raise _by_its_library(adapter, f"has {stored}, which ckptfix does not know")
             raise _of_other_base(adapter, f"has {stored}, which {checkpoint.path} lacks")
         merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
     elif ("float" in spec.dtype) != ("float" in value.dtype):

@@ -305,7 +305,7 @@ class _Layer:
             products = (
                 torch.einsum("ij...,jr,ip->pr...", part[2], part[1], part[0][:, first:last])
                 if len(part) == 3
-                else _rows(part[0], part[1], first, last, False)
+                else _rows(part[0].flatten(1), part[1].flatten(1), first, last, False)
                 for part in parts
             )
             return torch.mul(*products).view(last - first, *self.source.shape[1:])
@@ -321,8 +321,9 @@ class _Layer:
             convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[one.ndim - 3]
             return convolve(one.transpose(0, 1), two[first:last]).transpose(0, 1)
         if one.ndim > 2:  # a 1x1 convolution
-            return (two[first:last].flatten(1) @ one.flatten(1)).view(last - first, *one.shape[1:])
-        return _rows(two, one, first, last, self.delta.transposed)
+            return (two[first:last].flatten(1) @ one.flatten(1)).view(last - first, *self.source.shape[1:])
+        product = _rows(two, one, first, last, self.delta.transposed)
+        return product.view(last - first, *self.source.shape[1:])
 
     def _of_experts(self, first: int, last: int) -> Iterator[torch.Tensor]:
         one, two = self.factors

@@ -202,6 +202,8 @@ def test_two_adapters_in_one_file_are_refused(tmp_path):
     save_file(tensors, tmp_path / "two.safetensors")
     with pytest.raises(AdapterError, match=r"holds 2 adapters \(one, two\)"):
         ckptfix.repair_state_dict(base, adapter=tmp_path / "two.safetensors")
+    findings = ckptfix.check(tmp_path / "two.safetensors", select="FIL108").findings
+    assert "holds 2 adapters (one, two)" in findings[-1].message
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "SomeForConditionalGeneration", "LlamaModel"])
@@ -444,6 +446,9 @@ PAIR = {"lora_down.weight": (1, 8), "lora_up.weight": (8, 1)}
         pytest.param({"hada_t1": (2, 2), "lora_down.weight": (2, 8)}, "of two types", id="a core of another type"),
         pytest.param({"lora_mid.weight": (2, 2), **PAIR}, r"which do not fit q\.weight", id="a core of no kernel"),
         pytest.param({"diff": (8, 4)}, r"but the base has q\.weight \[8, 8\]", id="a difference of others"),
+        pytest.param(
+            {"lora_down.weight": (2, 8, 3, 3), "lora_up.weight": (8, 2)}, "saves convolutions of DyLoRA", id="DyLoRA"
+        ),
         pytest.param({"diff_b": (8,)}, r"but the base has no q\.bias", id="no bias"),
         pytest.param({"lokr_w1": (2, 2), "lokr_w2": (4, 4), "lora_down.weight": (2, 8)}, "of two types", id="mixed"),
     ],
@@ -634,6 +639,53 @@ def test_the_norms_of_a_square_convolution(name, tmp_path):
     lengths = whole.transpose(0, axis).flatten(1).norm(dim=1)
     shape = [20 if at == axis else 1 for at in range(4)]
     torch.testing.assert_close(got["q.weight"], whole * (norms.flatten() / lengths).view(shape))
+
+
+PIXEL = {"lora_down.weight": (4, 8, 1, 1), "lora_up.weight": (24, 4, 1, 1)}
+FOUR = {"hada_w1_a": (24, 4, 1, 1), "hada_w1_b": (4, 8, 3, 3), "hada_w2_a": (24, 4, 1, 1), "hada_w2_b": (4, 8, 3, 3)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        pytest.param((24, 8), PIXEL, id="of a convolution, for a linear layer"),
+        pytest.param((24, 8, 1, 1), {key: shape[:2] for key, shape in PIXEL.items()}, id="of a linear layer"),
+        pytest.param((24, 8, 3, 3), FOUR, id="LoHa of OneTrainer"),
+    ],
+)
+def test_matrices_with_other_axes_than_the_tensor(shape, parts, tmp_path):
+    torch.manual_seed(0)
+    tensors = {f"lora_unet_q.{key}": torch.randn(shape) for key, shape in parts.items()}
+    save_file(tensors, tmp_path / "trained.safetensors")
+    flat = {key.partition(".")[2]: value.flatten(1) for key, value in tensors.items()}
+    products = [flat[one] @ flat[other] for one, other in (("lora_up.weight", "lora_down.weight"),) if one in flat]
+    products += [flat[f"hada_w{end}_a"] @ flat[f"hada_w{end}_b"] for end in "12" if "hada_w1_a" in flat]
+    before = torch.randn(shape)
+    repaired, _ = ckptfix.repair_state_dict({"q.weight": before}, adapter=tmp_path / "trained.safetensors")
+    change = functools.reduce(torch.mul, products).view(shape)
+    assert torch.equal(repaired["q.weight"], before + change)
+
+
+def test_a_bias_beside_the_second_matrix_is_added_and_one_beside_the_first_is_refused(tmp_path):
+    base = {"q.weight": torch.zeros(24, 8), "q.bias": torch.ones(24)}
+    tensors = {f"lora_unet_q.{key}": torch.ones(shape[:2]) for key, shape in PIXEL.items()}
+    path = tmp_path / "trained.safetensors"
+    save_file({**tensors, "lora_unet_q.lora_up.bias": torch.ones(24)}, path)
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=path)
+    assert torch.equal(repaired["q.bias"], torch.full((24,), 2.0))
+    for other in ("lora_down.bias", "magnitude", "lora.down.weight"):
+        save_file({**tensors, f"lora_unet_q.{other}": torch.ones(4)}, path)
+        with pytest.raises(AdapterError, match=r"has lora_unet_q\.\S+, which ckptfix does not know"):
+            ckptfix.repair_state_dict(base, adapter=path)
+
+
+@pytest.mark.parametrize("component", ["transformer", "diffusion_model"])
+def test_a_difference_beside_matrices_in_the_names_of_diffusers(component, tmp_path):
+    tensors = {f"{component}.q.{key}": torch.ones(shape[:2]) for key, shape in PIXEL.items()}
+    save_file({**tensors, f"{component}.norm.diff": torch.ones(8)}, tmp_path / "trained.safetensors")
+    base = {"q.weight": torch.zeros(24, 8), "norm.weight": torch.ones(8)}
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "trained.safetensors")
+    assert torch.equal(repaired["norm.weight"], torch.full((8,), 2.0))
 
 
 def test_a_convolution_in_three_parts(tmp_path):
