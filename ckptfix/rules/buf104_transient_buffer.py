@@ -45,7 +45,6 @@ from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, Target
-from ckptfix.errors import TargetError
 from ckptfix.rules.rule import Context, Rule
 
 # The known transient buffers whose values depend on more than a size.
@@ -113,22 +112,19 @@ def _different(extra: list[str], context: Context, target: Target) -> dict[str, 
     that computed it."""
     comparable = [key for key in extra if key in target.transient and _is_computed(key, context.checkpoint.specs[key])]
     nbytes = sum(slot.numel * DTYPES[slot.dtype].itemsize for slot in target.slots.values())
-    if not comparable or not context.settings.values or target.initial is None or nbytes > _AFFORDABLE:
+    if not comparable or not context.settings.values or nbytes > _AFFORDABLE:
         return {}
     from ckptfix.bytes.checksums import is_sound  # imported late: only this reads values
 
     specs = context.checkpoint.specs
     # A buffer that fails its checksum shows nothing about the model's configuration.
     comparable = [key for key in comparable if all(map(is_sound, specs[key].storages))]
-    try:
-        initial = target.initial()
-    except TargetError:  # the factory works on the meta device only: there is nothing to compare with
-        return {}
     different = {}
     for key in comparable:
-        stored, own = context.checkpoint.read(key).detach().cpu(), initial.get(key)
-        if own is None or own.shape != stored.shape or not own.is_floating_point() or not own.numel():
+        own = context.initial.get(key)
+        if own is None or own.shape != specs[key].shape or not own.is_floating_point() or not own.numel():
             continue
+        stored = context.checkpoint.read(key).detach().cpu()
         tolerance = max(1e-3, 4 * torch.finfo(stored.dtype).eps, 4 * torch.finfo(own.dtype).eps)
         if not torch.allclose(stored.double(), own.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
             different[key] = float((stored.double() - own.double()).abs().max())

@@ -66,7 +66,6 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.parts import Part, Shape, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
-from ckptfix.errors import TargetError
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.adapting import adapt_edits, of_use, recipes_of
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, fillings, is_of_another_model, untrained
@@ -130,7 +129,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     tensors = {key: spec.shape for key, spec in specs.items()}
     stored = grid_of_config(model_config(checkpoint), tensors) if shapes else None
     fixed = [key for key in shapes if context.settings.values and _is_of_sinusoids(checkpoint, key)]
-    if shorter := _of_same_formula(fixed, shapes, checkpoint, target):
+    if shorter := _of_same_formula(fixed, shapes, context, target):
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(shorter), 'table')} of sinusoids shorter than the target's, which begins with the same rows",
@@ -196,22 +195,18 @@ def _is_of_sinusoids(checkpoint: Checkpoint, key: str) -> bool:
 
 
 def _of_same_formula(
-    fixed: Sequence[str], shapes: Mapping[str, tuple[Shape, Shape]], checkpoint: Checkpoint, target: Target
+    fixed: Sequence[str], shapes: Mapping[str, tuple[Shape, Shape]], context: Context, target: Target
 ) -> list[str]:
     """Return the tables of sinusoids that the target has with more rows, beginning with those of the file."""
     longer = [
         key for key in fixed if shapes[key][0][0] < shapes[key][1][0] and shapes[key][0][1:] == shapes[key][1][1:]
     ]
-    try:
-        initial = target.initial() if longer and target.initial is not None else {}
-    except TargetError:  # the factory works on the meta device only: there is nothing to compare with
-        return []
     found = []
     for key in longer:
-        own = target.reference.read(key) if target.reference is not None else initial.get(key)
-        table = checkpoint.read(key)
+        own = target.reference.read(key) if target.reference is not None else context.initial.get(key)
         if own is None:
             continue
+        table = context.checkpoint.read(key)
         tolerance = 4 * max(torch.finfo(each.dtype).eps for each in (table, own))
         if torch.allclose(table.double(), own[: len(table)].double(), rtol=0, atol=tolerance):
             found.append(key)

@@ -118,7 +118,8 @@ class Replacements(Struct, frozen=True, dict=True):
                 return Replace(key, spec.dtype, spec.shape, "twin"), None
             return Replace(key, spec.dtype, spec.shape, "twin", twin.key, twin.place or None), twin.spec
         if fill == "target":
-            own = self.context.initial.get(key)
+            target = self.context.target  # which raises if it has no values: they were asked for
+            own = target.initial().get(key) if target is not None and target.initial is not None else None
             return Replace(key, spec.dtype, spec.shape, "target"), None if own is None else spec_of_tensor(own.detach())
         donor = self.context.donor.specs.get(key) if self.context.donor is not None else None
         return Replace(key, spec.dtype, spec.shape, "donor", key), donor if donor and is_plain(donor) else None

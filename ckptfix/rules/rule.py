@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import cached_property
 from importlib import import_module
@@ -19,6 +20,7 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.objects import has_optimizer
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.errors import TargetError
 
 if TYPE_CHECKING:
     from ckptfix.core.checkpoint import Checkpoint
@@ -61,8 +63,11 @@ class Context(Struct, frozen=True, dict=True):
 
     @cached_property
     def initial(self) -> Mapping[str, torch.Tensor]:
-        """The model's initial values; empty without a model, or if they are unknown."""
-        return self.target.initial() if self.target is not None and self.target.initial is not None else {}
+        """The model's initial values; empty without a model, or if it cannot be built with values."""
+        with suppress(TargetError):
+            if self.target is not None and self.target.initial is not None:
+                return self.target.initial()
+        return {}
 
     def start(self, key: str) -> TensorStatistics | None:
         """Return the statistics of a tensor's initial values; None if they are unknown."""
