@@ -1,9 +1,8 @@
-"""Puts the parts of a tensor that ranks saved together again, without reading a value.
+"""Merges the parts of a tensor that ranks saved, without reading values.
 
-Every framework says where a part belongs as a box of the whole tensor. A tensor of one part is that part's range of its
-file; one of several is put together block by block when it is read, by the same mechanism as the chunks of
-torch.distributed.checkpoint. A tensor that was flattened before it was split is put together in one dimension and
-viewed in its shape."""
+Every framework gives the place of a part as a box of the whole tensor. A tensor of one part is a range of its file; a
+tensor of several parts is assembled block by block when it is read. A tensor that was flattened before it was split is
+assembled in one dimension and viewed in its shape."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ckptfix.reading.pickles.claims import checked
 
 
 def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], name: str, path: str = "") -> None:
-    """Raise ``UnreadableError``, of this file or folder, unless the boxes fill a tensor, each element once."""
+    """Raise ``UnreadableError`` unless the boxes cover a tensor, each element once. ``path`` is for the message."""
     try:
         check_cover(name, [*boxes], shape)
     except PartsError as error:
@@ -33,7 +32,7 @@ def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], name: str, path: 
 
 
 def _plain(part: TensorSpec, path: str) -> TensorSpec:
-    """Return a part as a strided tensor of plain elements."""
+    """Return a part as a strided tensor without sparse parts, quantiser, or conj and neg bits."""
     if part.storage is None or part.math_bits or part.parts or part.quantizer:
         return computed(part, "", row_major(part, path), ())
     return part
@@ -42,10 +41,10 @@ def _plain(part: TensorSpec, path: str) -> TensorSpec:
 def merge_parts(
     name: str, dtype: str, shape: tuple[int, ...], copies: Mapping[Box, Sequence[TensorSpec]], path: str
 ) -> TensorSpec:
-    """Return the row-major tensor of its parts; a part that several ranks saved has several copies.
+    """Return the row-major tensor of its parts. ``copies`` are the parts by box; several ranks may save the same part.
 
-    Raises ``UnreadableError`` unless the parts are of the dtype and fill the shape, each element once. A tensor that
-    lacks bytes of a damaged file is torn; the checksums of its parts speak for any other."""
+    Raises ``UnreadableError`` unless the parts have the dtype and cover the shape, each element once. A tensor with
+    lost bytes is torn; any other is verified by the checksums of its parts."""
     check_tiling(copies, shape, name, path)
     spec = TensorSpec(dtype, shape, contiguous_strides(shape))
     pieces: list[tuple[Box, TensorSpec]] = []
@@ -63,7 +62,7 @@ def merge_parts(
             pieces.append((box, whole or same[0]))
     if len(pieces) == 1:
         return pieces[0][1]
-    if are_torn or not pieces:  # no rank has a part of a tensor of no elements
+    if are_torn or not pieces:  # no rank has a part of an empty tensor
         return gone(name, spec, path)
     storages = tuple(storage for _, part in pieces for storage in part.storages)
     pieces = [(box, _plain(part, path)) for box, part in pieces]
@@ -72,7 +71,7 @@ def merge_parts(
 
 
 class ComparedBytes:
-    """The row-major bytes of a tensor that several ranks saved, compared with their copies when they are read."""
+    """The row-major bytes of a tensor that several ranks saved; all copies are compared when they are read."""
 
     def __init__(self, name: str, copies: Sequence[TensorSpec], path: str) -> None:
         self.nbytes = copies[0].nbytes
@@ -90,8 +89,8 @@ class ComparedBytes:
 
 
 def compared(name: str, copies: Sequence[TensorSpec], path: str) -> TensorSpec:
-    """Return the first of copies that ``agree`` without having read all of them. Those without checksums are compared
-    when they are read."""
+    """Return the first of several copies after ``agree(…, reads=False)``. Copies without checksums are compared when
+    they are read."""
     whole = [copy for copy in copies if not is_torn(copy)] or copies[:1]
     storages = [storage for copy in whole for storage in copy.storages]
     if len(whole) == 1 or all(storage.crc32 is not None for storage in storages):
@@ -100,12 +99,12 @@ def compared(name: str, copies: Sequence[TensorSpec], path: str) -> TensorSpec:
 
 
 def gone(name: str, spec: TensorSpec, path: str) -> TensorSpec:
-    """Return the tensor without its bytes, which are in a file that is missing or damaged."""
+    """Return the tensor with its bytes marked as lost, because their file is missing or damaged."""
     return replace(spec, storage=Storage(name, TornBytes(path, spec.nbytes)), offset=0)
 
 
 def is_same(one: Any, other: Any, path: str) -> bool:
-    """Return whether two entries are the same tensor, byte for byte."""
+    """Return whether two entries are equal; tensors are compared byte for byte."""
     if not isinstance(one, TensorSpec) or not isinstance(other, TensorSpec):
         return bool(one == other)
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
@@ -115,10 +114,10 @@ def is_same(one: Any, other: Any, path: str) -> bool:
 
 
 def agree(copies: Sequence[TensorSpec], path: str, *, reads: bool = True) -> bool:
-    """Return whether copies are the same, as far as they are whole: by their checksums, or byte for byte.
+    """Return whether intact copies are equal, by their checksums or byte for byte.
 
-    Without ``reads``, all bytes are compared only where checksums differ, which may be due to what is beside a tensor;
-    where there are none, the first ones are, and ``compared`` sees to the rest."""
+    Without ``reads``, all bytes are compared only if checksums differ, which may be due to bytes beside the tensor.
+    Copies without checksums are compared by their first bytes, and ``compared`` does the rest."""
     first, *others = [copy for copy in copies if copy.storage is not None and not is_torn(copy)] or copies[:1]
     for other in others:
         if (other.dtype, other.shape) != (first.dtype, first.shape):
@@ -135,7 +134,7 @@ def agree(copies: Sequence[TensorSpec], path: str, *, reads: bool = True) -> boo
 
 
 def _start(spec: TensorSpec) -> bytes:
-    """Return the first bytes of a tensor, if it is row-major in a storage."""
+    """Return the first bytes of a tensor if it is contiguous in a storage, else none."""
     if spec.storage is None or not spec.is_contiguous:
         return b""
     first, last = spec.extent
@@ -143,24 +142,24 @@ def _start(spec: TensorSpec) -> bytes:
 
 
 _COMPARED = 512
-_FLAT_BLOCK, _FLAT_BLOCKS = 8 << 10, 4  # bytes of a block, and how many a rank keeps: groups lie apart in its run
+_FLAT_BLOCK, _FLAT_BLOCKS = 8 << 10, 4  # bytes of a block, and blocks cached per rank, as groups lie apart in its run
 
 
 class Flat:
-    """A run of elements in one dimension, of which ranks or groups hold one stretch each; stretches may be missing."""
+    """A run of elements in one dimension, split into stretches of ranks or groups, some of which may be missing."""
 
     def __init__(self, parts: Sequence[tuple[int, TensorSpec]]) -> None:
-        """Take one-dimensional contiguous tensors of one dtype with the element at which each begins, in order."""
+        """Create a run from contiguous one-dimensional tensors of one dtype, each with its first element, in order."""
         self._starts = [start for start, _ in parts]
         self.parts = [part for _, part in parts]
         self.is_torn = any(map(is_torn, self.parts))
         self.stop = parts[-1][0] + parts[-1][1].numel if parts else 0
-        # Those read last, by number; replaced and never changed, since threads read side by side.
+        # The blocks read last, by number. The dict is replaced and never changed, because threads read in parallel.
         self._blocks: dict[int, bytes] = {}
 
     @classmethod
     def joined(cls, parts: Sequence[TensorSpec]) -> Flat:
-        """Return tensors as one run, each beginning where the one before it ends."""
+        """Return the run of consecutive tensors."""
         placed, start = [], 0
         for part in parts:
             placed.append((start, part))
@@ -168,9 +167,9 @@ class Flat:
         return cls(placed)
 
     def within(self, start: int, stop: int, path: str) -> Iterator[tuple[ByteSource, int, int]]:
-        """Yield the storages that have the bytes ``start`` to ``stop`` of the run, with the range in each.
+        """Yield the sources of bytes ``start`` to ``stop`` of the run, each with the range of its bytes.
 
-        Not by boxes and views: a tensor on 64 ranks has 64 stretches, and each would cost ten times its reading."""
+        A tensor on 64 ranks has 64 stretches: as boxes or views, each would take ten times as long as reading it."""
         itemsize = self.parts[0].itemsize
         index = max(bisect_right(self._starts, start // itemsize) - 1, 0)
         while start < stop:
@@ -186,7 +185,7 @@ class Flat:
             index += 1
 
     def read(self, start: int, stop: int, path: str) -> bytes:
-        """Return the bytes ``start`` to ``stop`` of the run, by way of blocks: small tensors follow one another."""
+        """Return bytes ``start`` to ``stop`` of the run, from cached blocks: small tensors are read in sequence."""
         number, first = divmod(start, _FLAT_BLOCK)
         if (block := self._blocks.get(number)) is None:
             end = min((number + 1) * _FLAT_BLOCK, self.stop * self.parts[0].itemsize)
@@ -199,7 +198,7 @@ class Flat:
         )
 
     def pieces(self, start: int, stop: int) -> list[TensorSpec] | None:
-        """Return the elements ``start`` to ``stop`` as views of the parts; None if any of them is missing."""
+        """Return elements ``start`` to ``stop`` as views of the parts; None if any of them is missing."""
         found = []
         index = max(bisect_right(self._starts, start) - 1, 0)
         while start < stop:
@@ -218,10 +217,10 @@ class Flat:
 
 
 class Spread:
-    """Runs of as many ranks, over which every tensor is spread evenly: the same stretch of each, or all of the one."""
+    """The runs of all ranks, over which every tensor is spread evenly: it is the same stretch of each run."""
 
     def __init__(self, flats: Sequence[Flat]) -> None:
-        """Take the run of each rank. Raises ``ValueError`` if they have several dtypes."""
+        """Create it from the run of each rank. Raises ``ValueError`` if they have different dtypes."""
         self.flats = flats
         parts = [part for flat in flats for part in flat.parts]
         if len(dtypes := {part.dtype for part in parts}) > 1:
@@ -232,11 +231,11 @@ class Spread:
         self._is_torn = any(flat.is_torn for flat in flats)
 
     def share(self, numel: int) -> int:
-        """Return how many elements of a tensor each rank holds; the last ones are padded."""
+        """Return how many elements of a tensor each rank has; the last ranks are padded."""
         return -(-numel // len(self.flats))
 
     def tensor(self, name: str, shape: tuple[int, ...], start: int, path: str) -> TensorSpec:
-        """Return the tensor of which every rank holds the stretch that begins at ``start``, in row-major order."""
+        """Return the row-major tensor whose stretch begins at element ``start`` on every rank."""
         spec = TensorSpec(self._dtype, shape, contiguous_strides(shape))
         storages = self._storages
         if len(self.flats) > 1:
@@ -254,7 +253,7 @@ class Spread:
 class SpreadBytes(PartedBytes):
     """The bytes of a tensor that is spread over ranks.
 
-    Where they are is worked out when they are read: 10,000 tensors on 64 ranks have 640,000 stretches."""
+    Their places are computed on reading, because 10,000 tensors on 64 ranks have 640,000 stretches."""
 
     __slots__ = ("_is_fine", "_path", "_share", "_spread", "_start", "nbytes")
 

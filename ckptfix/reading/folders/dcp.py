@@ -1,12 +1,12 @@
 """Folders of torch.distributed.checkpoint: ``.metadata`` and ``__<rank>_<n>.distcp`` files.
 
-Ranks that save without talking to each other (``use_collectives=False``) each write a ``__<rank>.metadata`` of their
-own. A ``.distcp`` file of another save or rank is noticed where its sizes differ, if it is there twice, or by the step
-counters in it; nothing else in it says to which it belongs.
+Ranks that save without communication (``use_collectives=False``) each write their own ``__<rank>.metadata``. A
+``.distcp`` file does not name its save or rank, so one of another save is only noticed by different sizes, as a
+duplicate, or by the step counters in it.
 
-Every chunk of a tensor is a whole torch.save file at an offset of a ``.distcp`` file. Its inner record says where the
-bytes lie, so a tensor of one chunk is a range of that file, and one of many chunks is put together when it is read;
-``dcp_to_torch_save`` takes everything into memory instead. Format:
+Every chunk of a tensor is a whole torch.save file at an offset of a ``.distcp`` file, whose inner record is the bytes.
+So a tensor of one chunk is a range of that file, and a tensor of several chunks is assembled when it is read.
+``dcp_to_torch_save`` reads everything into memory instead. Format:
 https://pytorch.org/docs/stable/distributed.checkpoint.html"""
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Location(Struct, frozen=True):
 
 
 class Stored(Struct, frozen=True):
-    """A tensor and its chunks; the location of a chunk is None if the metadata does not give it.
+    """A tensor and its chunks, or another object, which has no dtype and one location.
 
-    A chunk that several ranks saved is there several times. Any other object was pickled by torch.save: it has no
-    dtype, and one location."""
+    The location of a chunk is None if the metadata does not have it. A chunk that several ranks saved is listed several
+    times."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,7 +68,8 @@ class Stored(Struct, frozen=True):
 
 
 class StoredMetadata(Struct, frozen=True):
-    """What a ``.metadata`` file says: the items by flat name in the order of saving, and the path of each."""
+    """The content of a ``.metadata`` file: the items by flat name in the order of saving, the path of each, and the
+    globals that the pickle names."""
 
     items: Mapping[str, Stored]
     paths: Mapping[str, tuple[PathPart, ...]]
@@ -76,10 +77,10 @@ class StoredMetadata(Struct, frozen=True):
 
 
 def merged_metadata(parts: Sequence[StoredMetadata]) -> StoredMetadata:
-    """Return the metadata that ranks wrote one by one (``use_collectives=False``), as one: each knows its own chunks.
+    """Merge the metadata of ranks (``use_collectives=False``), each of which lists the rank's own chunks.
 
-    What several ranks have saved whole, be it a tensor or another object, is that of the first; a tensor keeps the
-    locations of all, so that they can be compared."""
+    Tensors that several ranks saved keep all locations, so that they can be compared. Other objects are those of the
+    first rank. Raises ``ValueError`` if ranks saved different tensors under one name."""
     items: dict[str, Stored] = {}
     paths: dict[str, tuple[PathPart, ...]] = {}
     for part in parts:
@@ -95,7 +96,7 @@ def merged_metadata(parts: Sequence[StoredMetadata]) -> StoredMetadata:
 
 
 def parse_metadata(content: Content) -> StoredMetadata:
-    """Return the parsed metadata. Raises ``UnreadableError`` if the file is not such a pickle."""
+    """Parse a ``.metadata`` file. Raises ``UnreadableError`` if it is not valid."""
 
     def no_storage(key: str, nbytes: int, device: str) -> Storage:
         raise HostileError(
@@ -131,11 +132,11 @@ def _name(value: Any) -> str:
 
 
 def _item(name: str, fields: Mapping[str, Any], where: Mapping[tuple[str, tuple[int, ...]], Location]) -> Stored:
-    """Return a ``TensorStorageMetadata``, or a ``BytesStorageMetadata``, which has no fields."""
+    """Return the item of a ``TensorStorageMetadata``, or of a ``BytesStorageMetadata``, which has no fields."""
     if "chunks" not in fields:
         return Stored("", (), (((), where.get((name, ()))),))
     properties = fields["properties"]
-    # TensorProperties pickles as a tuple that begins with the dtype.
+    # TensorProperties is pickled as a tuple that begins with the dtype.
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.attributes["dtype"]
     places = [(sizes(chunk["offsets"]), sizes(chunk["sizes"])) for chunk in map(_fields, fields["chunks"])]
     chunks = tuple((box_at(*place), where.get((name, place[0]))) for place in places)
@@ -143,7 +144,7 @@ def _item(name: str, fields: Mapping[str, Any], where: Mapping[tuple[str, tuple[
 
 
 def _index(key: Any) -> tuple[str, tuple[int, ...]]:
-    """Name and offsets of a ``MetadataIndex``; an object has no offsets."""
+    """Return the name and offsets of a ``MetadataIndex``; objects have no offsets."""
     fields = _fields(key)
     offset = fields.get("offset")
     return _name(fields["fqn"]), () if offset is None else sizes(offset)
@@ -174,12 +175,12 @@ _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 
 
 def looks_like(folder: Path) -> bool:
-    """Return whether a folder holds what torch.distributed.checkpoint writes."""
+    """Return whether a folder has files of torch.distributed.checkpoint."""
     return bool(_metadata_files(folder)) or any(folder.glob(CHUNKS))
 
 
 def _metadata_files(folder: Path) -> list[Path]:
-    """Return the file that describes a folder, or those that its ranks wrote, by rank."""
+    """Return the ``.metadata`` of a folder, or those of its ranks in order."""
     if (folder / METADATA).is_file():
         return [folder / METADATA]
     ranks = {int(match[1]): path for path in folder.iterdir() if (match := _OF_RANK.fullmatch(path.name))}
@@ -187,9 +188,9 @@ def _metadata_files(folder: Path) -> list[Path]:
 
 
 def read_folder(folder: Path, salvage: bool) -> Document:
-    """Return the document of a folder: the container that was saved, nested as it was.
+    """Return the document of a folder: the saved container, with its nesting.
 
-    Tensors in files that are missing or damaged are torn. Raises ``UnreadableError`` if none is whole."""
+    Tensors in missing or damaged files are torn. Raises ``UnreadableError`` if none is intact."""
     if not _metadata_files(folder):
         unfinished = any(folder.glob("*.metadata.tmp"))
         hint = "files that begin with a dot are easily missed: fetch it too"
@@ -203,7 +204,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
 
 
 class _Reading:
-    """One reading of a folder: what comes out of it, what is damaged, and what was noticed."""
+    """Reads one folder, and collects its items, damage and remarks."""
 
     def __init__(self, folder: Path, salvage: bool) -> None:
         self.folder, self.salvage = folder, salvage
@@ -215,7 +216,7 @@ class _Reading:
         self.leaves: dict[str, Any] = {}
         self.faults: dict[Fact, list[str]] = {}
         self.clashes: list[str] = []
-        # Those of several of a tensor that are once in the folder, by file, with their places and names.
+        # The chunks of tensors with several chunks, each saved once, by file: offset, name, spec.
         self.chunks: dict[str, list[tuple[int, str, TensorSpec]]] = {}
 
     def document(self) -> Document:
@@ -236,7 +237,7 @@ class _Reading:
         if self.faults and not whole:
             raise damaged(self.folder, f"{clauses(self._damage())}; no tensor is whole")
         used = set(self.contents) | {file for item in self.metadata.items.values() for file in item.files}
-        # Files of chunks in which no item is: what an earlier save into the same folder has left.
+        # Files of chunks without any item, which remain from an earlier save into the same folder.
         strays = sorted(path.name for path in self.folder.glob(CHUNKS) if path.name not in used)
         return Document(
             str(self.folder),
@@ -263,7 +264,7 @@ class _Reading:
         self.faults.setdefault(Fact.of(Kind.ITEM_DAMAGED, place, causes=tuple(causes)), []).append(name)
 
     def _tensor(self, name: str, item: Stored) -> TensorSpec:
-        """Return the spec of a tensor: that of its only chunk, or one over all of its chunks."""
+        """Return the spec of a tensor, merged from its chunks."""
         places: dict[Box, list[Location | None]] = {}
         for box, location in item.chunks:
             places.setdefault(box, []).append(location)
@@ -275,9 +276,9 @@ class _Reading:
         return merge_parts(name, item.dtype, item.shape, copies, str(self.folder))
 
     def _note_repeated(self) -> None:
-        """Note files whose chunks have the checksums of those of another file, of which one was copied over the other.
+        """Remark files whose chunks have the same checksums as those of another file: one was copied over the other.
 
-        A model and its average may be equal, in a file each: the chunks of one tensor are not."""
+        A model and its average may be equal, each in its own file, but chunks of one tensor are not."""
         seen: dict[tuple[object, ...], str] = {}
         for file, chunks in self.chunks.items():
             parts = [part for _, _, part in sorted(chunks, key=itemgetter(0))]
@@ -288,11 +289,10 @@ class _Reading:
                 self.remarks[Fact.of(Kind.RANK_REPEATED, file, other=other)] = None
 
     def _note_of_another_step(self) -> None:
-        """Note files whose step counters are unlike those of most.
+        """Remark files whose step counters differ from those of most files.
 
-        Each parameter of an optimizer has a counter, of which the ranks divide the copies among them. Parameters that
-        were trained for a longer time than others do not lie apart by files, as those of two stages of a pipeline may:
-        there must be parameters of which both files hold a part."""
+        Every parameter of an optimizer has a counter, which one of the ranks saves. Only files with parts of the same
+        parameters are compared: stages of a pipeline may have been trained for different numbers of steps."""
         parts: dict[str, set[str]] = {}
         steps: dict[str, dict[str, tuple[object, ...]]] = {}
         for name, item in self.metadata.items.items():
@@ -312,7 +312,7 @@ class _Reading:
                 self.remarks[Fact.of(Kind.RANK_FOREIGN, file, names=(_STEP,))] = None
 
     def _copies(self, name: str, dtype: str, box: Box, locations: list[Location | None]) -> list[TensorSpec]:
-        """Return the copies of a chunk; that they have different values is noted."""
+        """Return the copies of a chunk, and record if their values differ."""
         copies = [self._load(name, location) for location in locations]
         for part in copies:
             if not isinstance(part, TensorSpec) or (part.dtype, part.shape) != (dtype, extent(box)):
@@ -325,7 +325,7 @@ class _Reading:
         return copies
 
     def _load(self, name: str, location: Location | None) -> Any:
-        """Return the root of the torch.save file at a location. What that has lost is noted, and torn."""
+        """Return the root of the torch.save file at a location. Its damage is recorded, and lost storages are torn."""
         if location is None:
             raise UnreadableError(f"{METADATA} does not say where it is")
         outer = self._content(location.file)
@@ -354,13 +354,13 @@ class _Reading:
     def _content(self, name: str) -> Content:
         if name not in self.contents:
             file = file_inside(self.folder, name, str(self.folder / METADATA))
-            if not os.path.isfile(file):  # noqa: PTH113 - that of Path raises where a name is too long
+            if not os.path.isfile(file):  # noqa: PTH113 - Path.is_file raises for names that are too long
                 raise UnreadableError(f"{name} is missing")
             self.contents[name] = Content.of_file(str(file))
         return self.contents[name]
 
     def _nested(self) -> Any:
-        """Return the container as it was saved: the planner flattened it and wrote down the path of every leaf."""
+        """Return the saved container, which the planner flattened, from the paths of its leaves."""
         root = _Node()
         for name, leaf in self.leaves.items():
             *folders, last = self.metadata.paths.get(name, (name,))
@@ -373,17 +373,17 @@ class _Reading:
         return _plain(root)
 
     def _damage(self) -> list[Fact]:
-        """Return what is wrong, with the number of items that each fault costs."""
+        """Return the damage, each with the number of items that it affects."""
         facts = [replace(fact, data={**fact.data, "items": len(names)}) for fact, names in self.faults.items()]
         return [*facts, *([Fact.of(Kind.RANKS_DIFFER, keys=tuple(self.clashes))] if self.clashes else ())]
 
 
 class _Node(dict[PathPart, Any]):
-    """A dict or list of the container, told apart from a dict that was saved as a leaf."""
+    """A dict or list of the container; dicts that were saved as leaves are plain."""
 
 
 def _plain(value: Any) -> Any:
-    """Return the container of plain dicts and lists; a list is what the planner numbered from 0 on."""
+    """Return the container as plain dicts and lists; the planner numbers the items of lists from 0."""
     if not isinstance(value, _Node):
         return value
     if all(isinstance(key, int) for key in value) and sorted(value) == list(range(len(value))):

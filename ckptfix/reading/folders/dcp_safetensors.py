@@ -1,9 +1,9 @@
-"""Folders of ``shard-<rank>-model-<n>-of-<total>.safetensors``: each rank's chunks, as torch's HuggingFaceStorageWriter
-saves them (``save_distributed=True``) where it does not put them together itself.
+"""Folders of ``shard-<rank>-model-<n>-of-<total>.safetensors``: the chunks of each rank, which torch's
+HuggingFaceStorageWriter saves (``save_distributed=True``) unless it merges them itself.
 
-A shard says in ``__metadata__`` where its chunks begin in their tensors (``DCP_SHARDING_INFO``). Nothing says how large
-the tensors are: each is as large as its chunks reach, so that a chunk that is missing in the middle shows and the last
-one, with the shard of the last rank, does not, as a remark says. torch saves each chunk once. Format:
+The ``__metadata__`` of a shard has the offsets of its chunks in their tensors (``DCP_SHARDING_INFO``), but not the
+sizes of the tensors, which are taken from the chunks. So a missing chunk in the middle is noticed, but not a missing
+last chunk in the shard of the last rank; a remark says so. torch saves each chunk once. Format:
 https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/hf_storage.py"""
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ SHARD = re.compile(r"shard-(\d{1,9})-model-\d{1,9}-of-\d{1,9}\.safetensors")
 
 
 def looks_like(folder: Path) -> bool:
-    """Return whether a folder holds the shards of such a save."""
+    """Return whether a folder has such shards."""
     return any(SHARD.fullmatch(path.name) for path in folder.iterdir())
 
 
 def read_folder(folder: Path) -> Document:
-    """Return the document of a folder: a flat state_dict, whose tensors are put together out of their chunks as they
-    are read.
+    """Return the document of a folder: a flat state_dict, whose tensors are assembled from their chunks when read.
 
-    A tensor that lacks a chunk is torn. Raises ``UnreadableError`` if none is whole."""
+    A tensor with a missing chunk is torn. Raises ``UnreadableError`` if none is intact."""
     names = sorted(path.name for path in folder.iterdir() if SHARD.fullmatch(path.name))
     ranks = {int(match[1]) for name in names if (match := SHARD.fullmatch(name))}
     missing = sorted(set(range(1, max(ranks) + 1)) - ranks)
@@ -94,7 +93,7 @@ def _shard(folder: Path, name: str) -> tuple[Document, dict[str, tuple[int, ...]
 
 
 def _tensor(key: str, parts: dict[Box, list[TensorSpec]], path: str, faults: list[Fact]) -> Any:
-    """Return the tensor of some chunks; a torn one, with the reason in ``faults``, where they do not fill it."""
+    """Return the tensor of its chunks; a torn one if they do not cover it, with the reason appended to ``faults``."""
     specs = [spec for same in parts.values() for spec in same]
     if not all(agree(same, path) for same in parts.values()):
         faults.append(Fact.of(Kind.RANKS_DIFFER, keys=(key,)))

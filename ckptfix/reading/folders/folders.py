@@ -1,4 +1,4 @@
-"""Folders that are one checkpoint."""
+"""Reads folders that are one checkpoint, and finds the checkpoints in other folders."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from ckptfix.reading.formats import read_document
 from ckptfix.reading.torch_files import exploded
 from ckptfix.reading.weights.document import Document
 
-# Every format that is a folder, in the order in which a folder is asked: a module with its NAME, ``looks_like`` and
-# ``read_folder``.
+# All folder formats, in the order in which they are tried: modules with `NAME`, `looks_like(folder)` and
+# `read_folder(folder)`.
 FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded, offloaded)
 
-# Every framework whose ranks are put together, in the order in which a folder is asked: a module with
-# `find(folder)`: the folder in which the ranks are by the names in it, which is this one or one below it;
-# `folder_of(file)`: the same for a file that is one of several ranks by its name;
-# `document(files)`: the merged document, None if the files are something else after all.
-# What its files are called is in `ranks/names.py`.
+# All frameworks whose ranks are merged, in the order in which they are tried: modules with
+# `find(folder)`: the folder with files named like ranks, this one or one below it; None if there is none;
+# `folder_of(file)`: the same for a file that is named like one of several ranks;
+# `document(files)`: the merged document; None if the files turn out to be something else.
+# The names of their files are in `ranks/names.py`.
 FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, nanotron, fsdp)
 
 # Formats of folders that a framework of training loads as they are, and nothing else does.
 OF_TRAINING = frozenset(form.NAME for form in (*FRAMEWORKS, fairscale, dcp, dcp_safetensors))
 
-# How names of checkpoints end; looked at only to say which file of a folder may be meant.
+# Suffixes of checkpoints, used only to name the files in a folder that may be meant.
 SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
 
-# Names that transformers, diffusers, peft, accelerate and mlx-lm give to the one file of weights in a folder.
+# Names of the only weights file in a folder of transformers, diffusers, peft, accelerate and mlx-lm.
 WEIGHTS = frozenset(
     "model.safetensors pytorch_model.bin diffusion_pytorch_model.safetensors diffusion_pytorch_model.bin "
     "adapter_model.safetensors adapter_model.bin adapters.safetensors "
     "pytorch_lora_weights.safetensors pytorch_lora_weights.bin".split()
 )
 
-# What accelerate calls the whole weights of FSDP, which the HF Trainer saves again under a name of the above.
+# accelerate's file of the full weights of FSDP, which the HF Trainer also saves under one of the names above.
 _OF_FSDP = "pytorch_model_fsdp.bin"
 
-# How deep and for how many checkpoints the folders below a folder are searched.
+# The depth to which subfolders are searched for checkpoints, and the largest number of results.
 _DEPTH, _MOST_NAMED = 3, 100
 _LINK_LIMIT = 1 << 10
 _LIGHTNING_RELEASE = "pytorch-lightning_version"
@@ -63,10 +63,9 @@ _some = partial(first_names, most=6)
 
 
 def weights_file(path: str) -> str | None:
-    """Return the one file of weights in a folder that a library wrote, beside its configuration and the state of a
-    training.
+    """Return the only weights file in a folder that a library wrote, beside its configuration and training state.
 
-    None if there is none or several, and where the folder itself is a checkpoint."""
+    None if there is none or several, or if the folder itself is a checkpoint."""
     folder = Path(path)
     try:
         found = {child.name for child in folder.iterdir() if child.name in WEIGHTS | {_OF_FSDP} and child.is_file()}
@@ -74,12 +73,12 @@ def weights_file(path: str) -> str | None:
         if len(names) != 1 or any(form.looks_like(folder) for form in FOLDER_FORMATS):
             return None
     except OSError:
-        return None  # the reader of the folder says why
+        return None  # reading the folder reports the error
     return str(folder / names[0])
 
 
-# The same, and the indexes of shards, in the order in which these libraries look for them in a repository, which may
-# hold the same weights in several formats.
+# Weights files and indexes of shards in the order in which these libraries look for them in a repository, which may
+# have the same weights in several formats.
 IN_REPOSITORIES = (
     *(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")),
     *(f"diffusion_pytorch_model.{kind}{end}" for kind in ("safetensors", "bin") for end in ("", ".index.json")),
@@ -88,9 +87,9 @@ IN_REPOSITORIES = (
 
 
 def weights_url(url: str) -> str:
-    """Return the URL of the weights in a repository or folder at a URL; the URL itself if it is that of a file.
+    """Return the URL of the weights in a repository or folder at a URL; the URL itself if it names a file.
 
-    Raises ``UnreadableError`` if there are none, or several."""
+    Raises ``UnreadableError`` if there are no weights, or several files."""
     url = url.rstrip("/")
     last = PurePosixPath(url.partition("://")[2])
     if last.suffix.lower() in (*SUFFIXES, *_PACKED, ".json") and len(last.parts) > (2 if url.startswith("hf:") else 1):
@@ -131,13 +130,13 @@ def read_folder(path: str, salvage: bool) -> Document:
 
 
 def has_ranks(folder: Path) -> bool:
-    """Return whether a folder is one that ranks wrote, by the names in it, or by the first file if names do not tell.
+    """Return whether ranks wrote a folder, by the names in it, or by the first file if names do not tell.
 
-    Raises ``UnreadableError`` if it holds several such checkpoints."""
+    Raises ``UnreadableError`` if it has several such checkpoints."""
     try:
         return any(form.find(folder) is not None for form in FRAMEWORKS if form is not fsdp) or fsdp.is_named(folder)
     except OSError:
-        return False  # the reader of the folder says why
+        return False  # reading the folder reports the error
 
 
 def read_siblings(file: Path, salvage: bool) -> Document | None:
@@ -153,7 +152,7 @@ def read_siblings(file: Path, salvage: bool) -> Document | None:
 
 
 def _has_fsdp(folder: Path) -> bool:
-    with suppress(UnreadableError):  # several sets, of which none may be of FSDP
+    with suppress(UnreadableError):  # several sets, possibly none of FSDP
         return fsdp.is_named(folder)
     return False
 
@@ -165,7 +164,7 @@ def _merged(form: ModuleType, files: RankFiles) -> Document | None:
 
 
 def _read_items(folder: Path, salvage: bool) -> Document | None:
-    """Return the document of the latest or only DCP folder in one, with an optimizer that was saved apart."""
+    """Return the document of the latest or only DCP folder in a folder, merged with that of an optimizer beside it."""
     found, models = _items(folder)
     if len(models) > 1 and (named := _latest(folder, models)) is not None:
         models = found = [named]
@@ -191,13 +190,13 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
 
 
 def _items(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the folders of torch.distributed.checkpoint in a folder, and those of them that are no optimizer."""
+    """Return the folders of torch.distributed.checkpoint in a folder, and those of them that are not optimizers."""
     found = [child for child in sorted(folder.iterdir()) if child.is_dir() and dcp.looks_like(child)]
     return found, [child for child in found if not child.name.startswith(fsdp.OPTIMIZER)]
 
 
 def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
-    """Return the folder that a file of Megatron names, or to which links of OLMo and Composer lead; None if none."""
+    """Return the folder that a file of Megatron or links of OLMo and Composer mark as the latest; None if none."""
     if (latest := latest_of(folder, megatron.LATEST, dcp.looks_like, megatron.iteration_name)) is not None:
         return latest
     real = [child for child in found if not child.is_symlink()]
@@ -211,7 +210,7 @@ def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
 
 
 def _read_dcp(folder: Path, salvage: bool) -> Document:
-    """Return the document of a DCP folder, with what one rank saved for all of them beside the chunks."""
+    """Return the document of a DCP folder, merged with the common data that one rank saved beside the chunks."""
     document = dcp.read_folder(folder, salvage)
     file = next((folder / name for name in COMMON if (folder / name).is_file()), None)
     if file is None and _is_torch_dist(folder):
@@ -244,21 +243,21 @@ def _read_dcp(folder: Path, salvage: bool) -> Document:
 
 
 def _of_lightning(root: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a container of Lightning with the names that its ``Trainer`` reads from one file: in a folder, the weights
-    are under ``model``, and each optimizer is by itself."""
+    """Return a container of Lightning with the names that its ``Trainer`` reads from a single file: in a folder, the
+    weights are under ``model``, and each optimizer has its own name."""
     optimizers = [key for key in (f"optimizer_{number}" for number in range(len(root))) if key in root]
     whole = {"state_dict" if key == "model" else key: root[key] for key in root if key not in optimizers}
     return whole | ({"optimizer_states": [root[key] for key in optimizers]} if optimizers else {})
 
 
 def _is_torch_dist(folder: Path) -> bool:
-    """Return whether Megatron says that it wrote the folder, and ``common.pt`` with the number of layers."""
+    """Return whether ``metadata.json`` says that Megatron wrote the folder, which then has a ``common.pt``."""
     file = folder / "metadata.json"
     return file.is_file() and file.stat().st_size < _LINK_LIMIT and b'"torch_dist"' in file.read_bytes()
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return the folders below one that are checkpoints of several files, as far as their names say."""
+    """Return the subfolders that are checkpoints of several files, as far as file names show."""
     found: list[Path] = []
     pending = [(child, 1) for child in sorted(folder.iterdir()) if child.is_dir()]
     while pending and len(found) <= _MOST_NAMED:
@@ -266,11 +265,11 @@ def _checkpoints(folder: Path) -> list[Path]:
         try:
             is_one = any(form.looks_like(place) for form in FOLDER_FORMATS) or has_ranks(place)
             items, models = _items(place)
-            is_one = is_one or len(models) == 1 < len(items)  # beside its optimizer
+            is_one = is_one or len(models) == 1 < len(items)  # a model with its optimizer
             below = [child for child in sorted(place.iterdir()) if child.is_dir() and depth < _DEPTH]
         except OSError:
             continue
-        except UnreadableError:  # it holds several
+        except UnreadableError:  # it has several
             is_one = True
         found += [place] * is_one
         pending += [(child, depth + 1) for child in below if not is_one]

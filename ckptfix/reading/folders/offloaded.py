@@ -1,7 +1,7 @@
-"""Weights that accelerate moved out of memory: ``index.json`` and a file ``NAME.dat`` of bare numbers for each.
+"""Weights that accelerate offloaded to disk: ``index.json``, and a file ``NAME.dat`` with the raw elements of each.
 
-The index is ``{name: {"dtype": "bfloat16", "shape": [3, 4]}}``. A weight that was left in a file of safetensors has its
-path and name there, and nothing in the folder. Source: ``accelerate/utils/offload.py`` (1.15)."""
+The index is ``{name: {"dtype": "bfloat16", "shape": [3, 4]}}``. For a weight that stays in a safetensors file, the
+index has the path of that file and the name in it. Source: ``accelerate/utils/offload.py`` (1.15)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def looks_like(folder: Path) -> bool:
 
 
 def read_folder(folder: Path) -> Document:
-    """Return the document of the weights in a folder. Raises ``UnreadableError`` if none of them is there."""
+    """Return the document of the weights in a folder. Raises ``UnreadableError`` if none of them is readable."""
     content = Content.of_file(str(folder / _INDEX))
     try:
         index = content.bounds.parse_json(content[:INDEX_LIMIT], unique_keys)
@@ -62,7 +62,7 @@ def read_folder(folder: Path) -> Document:
 
 
 def _spec(entry: Mapping[str, Any]) -> TensorSpec | None:
-    """Return a weight without its storage; None if the folder does not have it."""
+    """Return the spec of a weight without its storage; None if it is not in the folder."""
     if "safetensors_file" in entry:
         return None
     dtype, shape = DTYPES[entry["dtype"]].name, tuple(map(int, entry["shape"]))

@@ -1,9 +1,9 @@
-"""Files that one process of a distributed training saved: what they hold a part of, and what puts the parts together.
+"""Recognises files of one rank of a distributed training, and names what merges the ranks.
 
-DeepSpeed's ZeRO leaves ``(0,)`` tensors in the model states (stage 3) and flat slices without names in the optimizer
-states (``deepspeed/runtime/zero/``, ``deepspeed/utils/zero_to_fp32.py``). FSDP writes flat parameters
-(``LOCAL_STATE_DICT``) or tensors that know their place in a whole (``SHARDED_STATE_DICT``, DTensor). None of these is a
-set of weights that a single process could load, and no renaming makes it one."""
+DeepSpeed's ZeRO leaves ``(0,)`` tensors in the model states (stage 3) and flat unnamed slices in the optimizer states
+(``deepspeed/runtime/zero/``, ``deepspeed/utils/zero_to_fp32.py``). FSDP writes flat parameters (``LOCAL_STATE_DICT``)
+or sharded tensors (``SHARDED_STATE_DICT``, DTensor). None of these loads into a single process, and renaming keys does
+not help."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque, mappings_in
 from ckptfix.core.spec import TensorSpec
 
-# Where a ZeRO optimizer keeps its slice of the parameters: stage 1 and 2, stage 3.
+# Keys under which a ZeRO optimizer stores its slices of parameters: stages 1 and 2, stage 3.
 SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 
 FSDP = "fsdp"  # the format of merged ranks of FSDP
 NANOTRON = "nanotron"
 
-# What the files of those are called that write plain tensors, and what the config.json beside them says.
+# Names of rank files with plain tensors, the programs that write them, and text in the config.json beside them.
 _PLAIN_PARTS = (
     (r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors", "vLLM", b""),
     (r"rank(\d{1,5})\.safetensors", "TensorRT-LLM", b'"tp_size"'),
@@ -41,7 +41,7 @@ _SHARDED = ("ShardedTensor", "DTensor")
 _MOST_RANKS = 1 << 20
 _LEAST_SHARE = 0.2
 
-# What Lightning and Megatron (`torch_dist`) call the file with the rest of a checkpoint, beside the chunks.
+# The files of Megatron (`torch_dist`) and Lightning with the rest of a checkpoint, beside the chunks.
 TORCH_DIST = "common.pt"
 LIGHTNING = "meta.pt"
 COMMON = (LIGHTNING, TORCH_DIST)
@@ -55,7 +55,7 @@ FLAT_REMEDY = (
 
 
 class RankShard(Struct, frozen=True):
-    """What a file holds instead of weights, as a clause; what would consolidate it; the keys in question."""
+    """What a file has instead of weights (as a clause), how to merge it with the others, and the keys concerned."""
 
     what: str
     remedy: str
@@ -63,9 +63,9 @@ class RankShard(Struct, frozen=True):
 
 
 def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
-    """Return what part of a distributed checkpoint a file is; None for one that is whole by itself.
+    """Return which part of a distributed checkpoint a file is; None for a complete checkpoint.
 
-    ``root`` is the whole parsed object, ``entries`` the state_dict in it, empty if none was found."""
+    ``root`` is the parsed object, and ``entries`` is the state_dict in it, empty if none was found."""
     if isinstance(root, Opaque) and str(root.cls) == "torch.distributed.checkpoint.metadata.Metadata":
         what = "is the .metadata of torch.distributed.checkpoint, which describes the .distcp files next to it"
         return RankShard(what, "name its folder instead")
@@ -90,17 +90,17 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
 
 
 def may_be_rank(path: str) -> bool:
-    """Return whether a file is named like one of several that the ranks of a training wrote, each a part."""
+    """Return whether a file is named like that of a rank."""
     if re.search(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/|hf_model_)", path):
         return True
     return re.search(r"_\d{1,7}\.pt$", path) is not None and Path(path).with_name("metadata.pkl").is_file()
 
 
 def named_part(path: Path) -> RankShard | None:
-    """Return what a file of plain tensors is by its name: a part of a model that vLLM (``sharded_state``), TensorRT-LLM
-    or NeMo divided; None if it is none, or has no others beside it."""
+    """Return which part of a model a file of plain tensors is, by the names that vLLM (``sharded_state``),
+    TensorRT-LLM, NeMo and others give to ranks; None if it is none, or has no others beside it."""
     if may_be_rank(str(path)):
-        from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO  # a dozen patterns, for few files
+        from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO  # few files need its patterns
 
         if path.name == NEMO and MEGATRON_RANK.fullmatch(path.parent.name):
             return RankShard(_PART.format("NeMo"), f"unpack all of it; {RANKS_REMEDY}")
@@ -118,7 +118,7 @@ def named_part(path: Path) -> RankShard | None:
 
 
 def _tensor_parallel(root: Any) -> int:
-    """Return over how many ranks Megatron or DeepSpeed spread the model, by tensors or layers; 1 for others."""
+    """Return the number of ranks over which Megatron or DeepSpeed split tensors or layers; 1 for other files."""
     if not isinstance(root, dict):
         return 1
     args = root.get("args")
@@ -133,20 +133,20 @@ def is_zero_state(mapping: Mapping[Any, Any]) -> bool:
 
 
 def local_part(cls: Any, size: Any, state: Any) -> Any:
-    """Return what a pickled tensor subclass without a storage of its own becomes: its local tensor where that is the
-    whole (one process, or replicated), else an ``Opaque`` object; ``NotImplemented`` where there is no local tensor."""
+    """Return the inert value of a pickled tensor subclass without a storage of its own: its local tensor if that is the
+    whole (one process, or replicated), else an ``Opaque`` object; ``NotImplemented`` if it has no local tensor."""
     if not isinstance(cls, Global):
         return NotImplemented
     made = Opaque(cls, state=state)
     if is_sharded(made) and isinstance(state, tuple) and state and isinstance(state[0], list):
-        # ShardedTensor: the shards of this rank come first, each with its tensor.
+        # The state of a ShardedTensor begins with the shards of this rank, each with its tensor.
         shards = [shard.attributes.get("tensor") for shard in state[0] if isinstance(shard, Opaque)]
         return shards[0] if len(shards) == 1 and getattr(shards[0], "shape", None) == size else made
     local, spec = made.attributes.get("_local_tensor"), made.attributes.get("_spec")
     if not isinstance(local, TensorSpec):
         return NotImplemented
     placements = spec.attributes.get("placements") if isinstance(spec, Opaque) else None
-    # A tensor that is placed as Partial is a term of a sum, whatever its shape.
+    # A tensor with a Partial placement is a term of a sum, whatever its shape.
     whole = isinstance(placements, (tuple, list)) and all(
         isinstance(placement, Opaque) and "Partial" not in placement.cls.name for placement in placements
     )
@@ -158,11 +158,10 @@ def is_sharded(value: Any) -> bool:
 
 
 def _emptied(root: Any, entries: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the parameters of shape (0,), where there are so many of them, or DeepSpeed's notes, that none is meant to
-    be.
+    """Return the parameters of shape (0,) if their number, or keys of DeepSpeed, show that values are missing.
 
-    A single empty tensor may be meant so, and observers of a quantised model have empty ranges; neither is a weight.
-    Layers of e3nn without parameters have them empty, beside the mask of their outputs."""
+    Some models have a single empty tensor, observers of quantised models have empty ranges, and layers of e3nn without
+    parameters have empty weights beside the mask of their outputs."""
     shapes = {key: value.shape for key, value in entries.items() if isinstance(value, TensorSpec)}
     empty = tuple(key for key, shape in shapes.items() if shape == (0,) and _is_weight(key))
     if not empty or (isinstance(root, dict) and any(note in root for note in _DEEPSPEED)):

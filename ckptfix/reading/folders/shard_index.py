@@ -1,8 +1,8 @@
-"""The index of a sharded checkpoint: which key is in which file of the folder.
+"""The index of a sharded checkpoint, which maps keys to files of the folder.
 
 transformers writes it as ``{"metadata": {"total_size": …}, "weight_map": {key: file name}}`` beside the shards
-(https://huggingface.co/docs/transformers/big_models#sharded-checkpoint). A file name is a claim like any other: one
-that leads out of the folder is refused."""
+(https://huggingface.co/docs/transformers/big_models#sharded-checkpoint). File names that lead outside the folder are
+refused."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ckptfix.errors import HostileError, UnreadableError, damaged, hostile
 WEIGHT_MAP = "weight_map"
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
 _OF_TORCHTUNE = re.compile(r"(hf_model)_(\d{4})(_\d+\.pt)")  # before 0.5, with the epoch
-PACKED = (".gz", ".bz2", ".xz")  # how the names of shards end that were compressed one by one
+PACKED = (".gz", ".bz2", ".xz")  # suffixes of shards that were compressed one by one
 INDEX_LIMIT = 256 << 20  # bytes of the largest index that is parsed; a million keys take a third of it
 
 
 class Numbering(Struct, frozen=True):
-    """The common part of the names of numbered shards: ``model-…-of-00003.safetensors``; ``total`` is empty if they do
-    not say it, as torchtune's ``hf_model_…_0.pt``."""
+    """The common parts of the names of numbered shards: ``model-…-of-00003.safetensors``. ``total`` is empty if the
+    names do not have it, as torchtune's ``hf_model_…_0.pt``."""
 
     stem: str
     total: str
@@ -43,14 +43,14 @@ class Numbering(Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str) -> Numbering | None:
-        """Return the numbering that a file name belongs to."""
+        """Return the numbering to which a file name belongs; None if it is not numbered."""
         if match := _OF_TORCHTUNE.fullmatch(name):
             return cls(match[1], "", match[3])
         match = _NUMBERED.fullmatch(name)
         return cls(match[1], match[3], match[4]) if match else None
 
     def names(self, present: Iterable[str] = ()) -> list[str]:
-        """Return the names of all shards; if they do not say how many there are, up to the last that is present."""
+        """Return the names of all shards; without a total, up to the last one in ``present``."""
         if not self.total:
             numbers = [
                 int(match[2])
@@ -62,24 +62,24 @@ class Numbering(Struct, frozen=True):
 
 
 class ShardIndex(Struct, frozen=True):
-    """Which key is in which file, in the order of the index; ``total_size`` is its sum of all tensors, in bytes."""
+    """The file of each key, in the order of the index; ``total_size`` is the declared size of all tensors in bytes."""
 
     path: str
     weight_map: Mapping[str, str]
     total_size: int | None = None
-    groups: str = ""  # of the state of an optimizer (ColossalAI): the file with its groups
+    groups: str = ""  # in the index of an optimizer's state (ColossalAI), the file with its groups
 
     @property
     def files(self) -> list[str]:
         return list(dict.fromkeys(self.weight_map.values()))
 
 
-# How an index without a `weight_map` begins, which accelerate takes too: `{key: file}`.
+# The start of an index without a `weight_map`, which accelerate accepts too: `{key: file}`.
 _FLAT = re.compile(rb'\{\s*"[^"\\]{1,400}"\s*:\s*"[^"\\/]{1,200}\.(safetensors|bin|pt|pth)"\s*[,}]')
 
 
 def is_index(content: Content) -> bool:
-    """Return whether the content is a JSON object with a ``weight_map``, or a flat one of file names."""
+    """Return whether the content is a JSON object with a ``weight_map``, or a flat one with file names."""
     head = content[:1024].lstrip(b"\xef\xbb\xbf \t\r\n")
     if head[:1] != b"{" or not head[1:].lstrip().startswith(b'"'):
         return False
@@ -87,7 +87,7 @@ def is_index(content: Content) -> bool:
 
 
 def parse_index(content: Content) -> ShardIndex:
-    """Return the index in a JSON file. Raises ``UnreadableError`` if it is malformed or names a key twice."""
+    """Parse the index in a JSON file. Raises ``UnreadableError`` if it is malformed or has a key twice."""
     path = content.path
     if len(content) > INDEX_LIMIT:
         raise hostile(path, f"an index of {len(content)} bytes, too many for names")
@@ -113,7 +113,7 @@ def name_unpacked(name: str) -> str:
 
 
 class LocalFolder(Struct, frozen=True, dict=True):
-    """A folder of this machine that has shards."""
+    """A local folder with shards."""
 
     path: Path
 
@@ -127,12 +127,12 @@ class LocalFolder(Struct, frozen=True, dict=True):
             raise UnreadableError(f"{self.path}: cannot be listed: {error.strerror or error}") from error
 
     def find(self, name: str, said_by: str) -> str | None:
-        """Return the path of a file that ``said_by`` names; None if it is not there. Raises ``HostileError`` for a
-        name that leads out of the folder."""
-        # Most names are known by the listing: an index may name any number of files that are not there.
+        """Return the path of a file that ``said_by`` names; None if it does not exist. Raises ``HostileError`` for a
+        name that leads outside the folder."""
+        # Most names are looked up in a listing, because an index may name any number of missing files.
         if "/" in name or "\\" in name or not name or "\0" in name or name in self._present:
             file = file_inside(self.path, name, said_by)
-            return str(file) if os.path.isfile(file) else None  # noqa: PTH113 - that of Path raises if a name is too long
+            return str(file) if os.path.isfile(file) else None  # noqa: PTH113 - Path.is_file raises for long names
         return None
 
     @cached_property
@@ -141,7 +141,7 @@ class LocalFolder(Struct, frozen=True, dict=True):
 
 
 class RemoteFolder(Struct, frozen=True, dict=True):
-    """The folder of a URL. An HTTP server does not list it, so what an index names is taken to be there."""
+    """The folder of a URL. HTTP servers do not list it, so files that an index names are assumed to exist."""
 
     url: str
 
@@ -172,10 +172,10 @@ def folder_of(path: str) -> Folder:
 
 
 def file_inside(folder: Path, name: str, said_by: str) -> Path:
-    """Return the path of a file that ``said_by`` names, once it is known to stay in the folder.
+    """Return the path of a file that ``said_by`` names, after checking that it is inside the folder.
 
-    Links are followed: one may lead into the folder, or to where the naming file itself really is, which is how the
-    cache of the Hugging Face hub keeps all files of a snapshot. Raises ``HostileError`` for every other way out."""
+    Links may lead into the folder, or to the real folder of the file ``said_by``, as in the cache of the Hugging Face
+    hub. Raises ``HostileError`` for any name or link that leads elsewhere."""
     names = (PurePosixPath(name), PureWindowsPath(name))
     absolute = any(path.drive or path.root for path in names)
     if not name or "\0" in name or absolute or any(".." in path.parts for path in names):
@@ -185,7 +185,7 @@ def file_inside(folder: Path, name: str, said_by: str) -> Path:
     path = folder / name
     try:
         real, homes = path.resolve(), (folder.resolve(), Path(said_by).resolve().parent)
-    # RuntimeError is what a loop of links raises before Python 3.13, ValueError what a name that is not a text does.
+    # Before Python 3.13, a loop of links raises RuntimeError; a name that is not valid text raises ValueError.
     except (OSError, RuntimeError, ValueError) as error:
         raise HostileError(
             f"{said_by}: {name!r:.80} cannot be followed ({error}); do not use this checkpoint"

@@ -1,9 +1,8 @@
-"""Checkpoints in several files: ``*.index.json`` with its shards, or a folder of numbered shards without an index.
+"""Sharded checkpoints: ``*.index.json`` with its shards, or a folder of numbered shards without an index.
 
-The shards become one document without a tensor being read. What the index says and what the shards hold is compared
-both ways: a shard that is missing, a key that is not where the index says, a key that the index does not know, a key
-that two shards hold. Any of these is damage; loaders that look one way only fill the gap with random weights
-(sglang PR#32279)."""
+The shards become one document without reading tensors. The index and the shards are compared both ways: missing shards,
+keys in other shards than the index says, keys that are not in the index, and keys in two shards are damage. Loaders
+that compare one way only leave random weights in the gaps (sglang PR#32279)."""
 
 from __future__ import annotations
 
@@ -39,10 +38,10 @@ from ckptfix.reading.weights.document import Document
 
 
 def odd_shard(shards: Mapping[str, Checkpoint], total: int) -> str | None:
-    """Return the shard that, had its floats a dtype of the others, would make the sum of all bytes the total.
+    """Return the shard with which the sizes would sum to ``total`` if its floats had a dtype of the other shards.
 
-    None if there is none. That a shard has dtypes of its own tells nothing: a head may be kept in float32, and many
-    an index counts wrong."""
+    None if there is none. Different dtypes in a shard are not suspicious by themselves: a head may be in float32, and
+    many indexes have wrong totals."""
     whole = sum(spec.nbytes for shard in shards.values() for spec in shard.specs.values())
     floats = {
         name: [spec for spec in shard.specs.values() if DTYPES[spec.dtype].is_float] for name, shard in shards.items()
@@ -58,9 +57,9 @@ def odd_shard(shards: Mapping[str, Checkpoint], total: int) -> str | None:
 
 
 def surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
-    """Return what a shard has around its state_dict, level by level, with None in the place of the next one.
+    """Return the data around the state_dict of a shard, level by level, with None in place of the next level.
 
-    None if that is more than numbers and texts."""
+    None if it has more than numbers and text."""
     levels = []
     value = shard.root
     for part in shard.container:
@@ -75,7 +74,7 @@ def surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
 
 
 NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"
-# Where a folder has several indexes, the one that transformers takes.
+# The indexes that transformers prefers if a folder has several.
 PREFERRED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -89,7 +88,8 @@ def read(content: Content) -> Document:
 
 
 def _merge(path: str, folder: Folder, index: str) -> Document:
-    """Return the document of the shards of an index, or of the only set if it is unreadable or names other files."""
+    """Return the document of the shards of an index, or of the only set of shards if the index is unreadable or
+    stale."""
     stale = None
     try:
         content = Content.of_file(index)
@@ -102,11 +102,11 @@ def _merge(path: str, folder: Folder, index: str) -> Document:
     except UnreadableError as error:
         if len(_sets(folder)) != 1:
             raise
-        merge = _Merge(path, folder, _sets(folder)[0])  # numbered shards say themselves what they hold
+        merge = _Merge(path, folder, _sets(folder)[0])  # numbered shards do not need the index
         merge.damage.append(Fact.of(Kind.INDEX_UNREADABLE, error=str(error)))
     else:
         sets, present = _sets(folder), {name_unpacked(name) for name in folder.names()}
-        # The only set of shards is complete, and no file that the index names exists.
+        # The only set of shards is complete, and none of the files in the index exists.
         if len(sets) == 1 and present.isdisjoint(parsed.files) and present.issuperset(sets[0].names(present)):
             stale, merge = sets[0], _Merge(path, folder, sets[0])
         if content[:3] == BOM_UTF8:
@@ -120,12 +120,12 @@ def _merge(path: str, folder: Folder, index: str) -> Document:
 
 
 def looks_like(folder: Path) -> bool:
-    """Return whether a folder holds an index or numbered shards."""
+    """Return whether a folder has an index or numbered shards."""
     return bool(_indexes(folder) or _sets(LocalFolder(folder)))
 
 
 def read_folder(folder: Path) -> Document:
-    """Return the document of a folder of shards. Raises ``UnreadableError`` if it holds several checkpoints."""
+    """Return the document of a folder of shards. Raises ``UnreadableError`` if it has several checkpoints."""
     indexes = _indexes(folder)
     chosen = next((folder / name for name in PREFERRED if folder / name in indexes), None)
     if chosen is None and len(indexes) > 1:
@@ -143,8 +143,7 @@ def read_folder(folder: Path) -> Document:
 
 
 def read_siblings(file: Path) -> Document | None:
-    """Return the document of all shards of an epoch, if the file is named like one of torchtune's; None for any other
-    file."""
+    """Return the document of all shards of an epoch if the file is named like a shard of torchtune, else None."""
     numbering = Numbering.of(file.name)
     if numbering is None or numbering.total or not file.is_file():
         return None
@@ -152,9 +151,7 @@ def read_siblings(file: Path) -> Document | None:
 
 
 class _Merge:
-    """One merging of shards: which of them open, where every key is, and what does not agree.
-
-    An index, or the numbers in the names of the shards, say which there are."""
+    """Merges shards, and collects what does not agree. ``listed`` is the index, or the numbering of the shards."""
 
     def __init__(self, path: str, folder: Folder, listed: ShardIndex | Numbering) -> None:
         self.path, self.folder, self.listed = path, folder, listed
@@ -171,8 +168,8 @@ class _Merge:
         self.remarks: list[Fact] = []
 
     def document(self) -> Document:
-        """Return the merged document. Raises ``UnreadableError`` if no tensor is whole, or where two shards hold
-        different values for one key and no index says which is meant."""
+        """Return the merged document. Raises ``UnreadableError`` if no tensor is intact, or if two shards have
+        different values for a key and no index says which is right."""
         for name in self.wanted:
             self._open(name)
         self._note_absent()
@@ -186,7 +183,7 @@ class _Merge:
         remarks: dict[Fact, None] = {}
         for shard in self.opened.values():
             for remark in shard.remarks:
-                # What is said of all tensors of a shard is said of each, as those of the others are not meant.
+                # A remark on all tensors of a shard is repeated for each, because it is not about other shards.
                 is_of_all = remark.kind is Kind.DOUBTFUL_VALUES and remark.place == "."
                 said = [replace(remark, place=key) for key in shard.specs] if is_of_all else [remark]
                 remarks.update(dict.fromkeys(said))
@@ -202,7 +199,7 @@ class _Merge:
         )
 
     def _files(self) -> list[str]:
-        """Return the shards that should be there: those of the index and their numbered siblings, or the whole set."""
+        """Return the names of expected shards: those in the index and their numbered siblings, or the whole set."""
         if isinstance(self.listed, Numbering):
             return self.listed.names(map(name_unpacked, self.present))
         named = self.listed.files
@@ -228,7 +225,7 @@ class _Merge:
         self.damage += [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in shard.damage]
 
     def _note_absent(self) -> None:
-        """Say which shards are not there, with how many keys, and how much of what the index counts in all."""
+        """Record the missing shards as damage, with the number of their keys, and their size if the index tells it."""
         if not self.absent:
             return
         absent = set(self.absent)
@@ -237,12 +234,12 @@ class _Merge:
         specs = [spec for shard in self.opened.values() for spec in (*shard.specs.values(), *shard.lost.values())]
         gone = total - sum(spec.nbytes for spec in specs if spec is not None) if total is not None else 0
         if len(self.opened) + len(self.absent) != len(self.wanted):
-            gone = 0  # another shard may have lost some of it
+            gone = 0  # an unreadable shard may be part of the difference
         names = tuple(self.absent)
         self.damage.insert(0, Fact.of(Kind.SHARDS_MISSING, names=names, keys=keys, nbytes=max(gone, 0), total=total))
 
     def _note_unnamed(self) -> None:
-        """Say what cannot be said by name: tensors that no index knows, and a sum that is not that of the index."""
+        """Remark losses without names: shards that no index lists, and a total size that differs from the index."""
         whole = len(self.opened) == len(self.wanted)
         if self.index is None:
             if not whole:
@@ -256,7 +253,7 @@ class _Merge:
             self.remarks.append(Fact.of(Kind.INDEX_SIZE, place, total=total, held=min(sums)))
 
     def _root(self) -> Any:
-        """Return the merged state_dict, in the container that every shard has around its part."""
+        """Return the merged state_dict in the container that all shards have around theirs."""
         first, *others = self.opened.values()
         around = surroundings(first)
         if around is None or any(
@@ -274,7 +271,7 @@ class _Merge:
         return root
 
     def _place(self) -> None:
-        """Take every key from the shard that the index names, in the order of the index, and note where they differ."""
+        """Take every key from the shard in the index, in the order of the index, and record differences."""
         holders: dict[str, list[str]] = {key: [] for key in self.weight_map}
         for name, shard in self.opened.items():
             for key in shard.entries:
@@ -304,7 +301,8 @@ class _Merge:
                 self.damage.append(Fact.of(kind, keys=tuple(keys)))
 
     def _contradict(self, key: str, names: list[str]) -> bool:
-        """Return whether shards hold different values for a key: then the index decides, and without one, nothing."""
+        """Return whether shards have different values for a key. Raises ``UnreadableError`` if the index does not
+        decide between them."""
         first, *others = (self.opened[name].entries[key] for name in names)
         if all(is_same(first, other, self.path) for other in others):
             return False
@@ -322,5 +320,5 @@ def _indexes(folder: Path) -> list[Path]:
 
 def _sets(folder: Folder) -> list[Numbering]:
     counts = Counter(Numbering.of(name) for name in dict.fromkeys(map(name_unpacked, folder.names())))
-    # A file that may be whole by its name has others beside it.
+    # A single file with a number but no total may be a complete checkpoint.
     return [numbering for numbering, count in counts.items() if numbering and (numbering.total or count > 1)]
