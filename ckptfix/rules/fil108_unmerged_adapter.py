@@ -38,7 +38,7 @@ trained from. Without `--adapter` nothing is merged: the scale of the matrices' 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, sqrt
 from pathlib import Path
@@ -69,6 +69,7 @@ from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import is_float32_in_t5
 
 _BASE = ".base_layer."
+_SAMPLED = 2  # tensors with a name at each end of the model whose change is measured: for 7B, all would take 1.5 s
 _SHOWN = 7  # kinds of layers whose change the message lists; with more, it gives the least and the most
 
 
@@ -293,22 +294,24 @@ _CACHED = re.compile(r"models--([\w-]+)--([\w.-]+)/snapshots/")
 
 
 def _changes(context: Context, adapters: Sequence[Adapter], merges: list[MergeAdapter]) -> dict[str, float]:
-    """Return the size of the changes relative to the weights, by the names of modules, from some rows of each
-    tensor."""
+    """Return the size of the changes relative to the weights, by the names of modules, from some rows of the first
+    tensors with each name, and of the last ones."""
     files = {adapter.path: adapter.checkpoint for adapter in adapters}
-    sums: dict[str, list[float]] = {}
+    groups: dict[str, list[MergeAdapter]] = defaultdict(list)
     for edit in merges:
-        if any(delta.form in ("whole", "rows") for delta in edit.deltas):
-            continue
-        factors = [[files[delta.adapter].specs[key] for key in delta.factors] for delta in edit.deltas]
-        squares = sampled_change(context.checkpoint.specs[edit.key], edit, factors, context.checkpoint.path)
-        for at, square in enumerate(squares):
-            sums.setdefault(_group(edit.key), [0.0, 0.0])[at] += square
-    return {
-        name: round(sqrt(change / whole), 6)
-        for name, (change, whole) in sums.items()
-        if whole > 0 and isfinite(change / whole)
-    }
+        if not any(delta.form in ("whole", "rows") for delta in edit.deltas):
+            groups[_group(edit.key)].append(edit)
+    sizes = {}
+    for name, edits in groups.items():
+        sums = [0.0, 0.0]
+        for edit in edits if len(edits) <= 2 * _SAMPLED else edits[:_SAMPLED] + edits[-_SAMPLED:]:
+            factors = [[files[delta.adapter].specs[key] for key in delta.factors] for delta in edit.deltas]
+            squares = sampled_change(context.checkpoint.specs[edit.key], edit, factors, context.checkpoint.path)
+            sums = [sum(pair) for pair in zip(sums, squares, strict=True)]
+        change, whole = sums
+        if whole > 0 and isfinite(change / whole):
+            sizes[name] = round(sqrt(change / whole), 6)
+    return sizes
 
 
 def _group(key: str) -> str:
