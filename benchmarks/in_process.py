@@ -67,11 +67,11 @@ def load(path: str) -> list[float]:
                 # A model that was built has its memory: these zeros are written.
                 where.register_parameter(name, nn.Parameter(torch.zeros(spec.shape)))
 
-    def by_torch(model: nn.Module, assign: bool, values: bool) -> object:
+    def by_torch(model: nn.Module, assign: bool, values: bool, mmap: bool) -> object:
         return model.load_state_dict(torch.load(path, weights_only=True, mmap=True), strict=True, assign=assign)
 
-    def by_ckptfix(model: nn.Module, assign: bool, values: bool) -> object:
-        return ckptfix.load(model, path, assign=assign, values=values)
+    def by_ckptfix(model: nn.Module, assign: bool, values: bool, mmap: bool) -> object:
+        return ckptfix.load(model, path, assign=assign, values=values, mmap=mmap)
 
     seconds: dict[tuple[str, bool], list[float]] = {(name, look): [] for name in LOADS for look in (False, True)}
     for _ in range(ROUNDS + 1):
@@ -80,7 +80,7 @@ def load(path: str) -> list[float]:
             way = by_torch if peer == "torch" else by_ckptfix
             model: Any = Model()
             began = time.perf_counter()
-            way(model, "assign" in options, "names" not in options)
+            way(model, "assign" in options, values="names" not in options, mmap="mmap" in options)
             for parameter in model.parameters() if look else ():
                 parameter.detach().view(torch.int32).amax()
             seconds[name, look].append(time.perf_counter() - began)
@@ -88,7 +88,10 @@ def load(path: str) -> list[float]:
     return [statistics.median(runs[1:]) for runs in seconds.values()]
 
 
-LOADS = ("torch", "ckptfix", "ckptfix names", "torch assign", "ckptfix assign", "ckptfix assign names")
+LOADS = (
+    *("torch", "ckptfix", "ckptfix mmap", "ckptfix mmap names"),
+    *("torch assign", "ckptfix assign", "ckptfix assign names"),
+)
 """The ways into a model: whose, whether the tensors are assigned, and whether the values are left unread by rules."""
 
 

@@ -304,10 +304,11 @@ def into_a_model(folder: Path, size: int) -> Iterator[Section]:
 INTO_A_MODEL = (
     ("torch.load(mmap) + load_state_dict", 0),
     ("**ckptfix**.load", 0),
-    ("**ckptfix**.load(values=False)", 0),
-    ("torch.load(mmap) + load_state_dict(assign)", 3),
-    ("**ckptfix**.load(assign=True)", 3),
-    ("**ckptfix**.load(assign=True, values=False)", 3),
+    ("**ckptfix**.load(mmap=True)", 0),
+    ("**ckptfix**.load(mmap=True, values=False)", 0),
+    ("torch.load(mmap) + load_state_dict(assign)", 4),
+    ("**ckptfix**.load(assign=True)", 4),
+    ("**ckptfix**.load(assign=True, values=False)", 4),
 )
 """The ways of ``in_process.LOADS``, each with the number of the one that it is compared with."""
 
