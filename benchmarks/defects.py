@@ -1,7 +1,7 @@
-"""Defects planted into small nets that were trained for it: what was planted where, and which rules should tell.
+"""Plants defects into small trained nets, and says which keys have them and which rules should report them.
 
-Every defect is planted into each of the architectures that can have it, with ``SEEDS`` seeds. The decayed layers are
-really trained: a layer whose output does not reach the loss gets gradients of zero, and the optimizer shrinks it.
+Every defect is planted into each of the architectures that can have it, with ``SEEDS`` seeds. Decayed layers come from
+real training: a layer whose output does not reach the loss gets gradients of zero, and the optimizer shrinks it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FOLDER = tempfile.TemporaryDirectory()
 class Defect:
     """A defect in one file, how strong it is, and the keys that have it.
 
-    ``checked`` are the arguments of ``ckptfix.check``; ``companions`` are keys that may be named beside the others.
+    ``checked`` are the arguments of ``ckptfix.check``; ``companions`` are keys that may be named too.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Defect:
 
 
 def planted_defects(seed: int) -> Iterator[Defect]:
-    """Every defect of the tables, and every net without one."""
+    """Yield every defect of the tables, and every net without a defect."""
     for kind in ARCHITECTURES:
         yield from _decayed(kind, seed)
         state = trained(kind, seed, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), 30)[0].state_dict()
@@ -67,10 +67,10 @@ _RUNS: tuple[tuple[str, Make, tuple[int, ...]], ...] = (
     ("AdamW", lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=1.0), (45, 120, 350, 560, 850, 1200, 2000)),
     ("Adam, L2", lambda p: torch.optim.Adam(p, 1e-3, weight_decay=1e-2), (30, 100, 200, 400, 2000)),
 )
-"""Optimizers whose rate is set so that 2000 steps do what a long training does."""
+"""Optimizers with a learning rate at which 2000 steps have the effect of a long training."""
 
 SHARES = (0.5, 0.1, 1e-2, 1e-3, 1e-4, 1e-6)
-"""Borders of the strengths of decay: the share of the start's RMS that is left."""
+"""Bounds of the strengths of decay: the share of the initial RMS that is left."""
 
 
 def _decayed(kind: type[Net], seed: int) -> Iterator[Defect]:
@@ -96,7 +96,7 @@ def _decayed(kind: type[Net], seed: int) -> Iterator[Defect]:
 
 
 def _by_strength(start: State, state: State, matrices: set[str]) -> Iterator[tuple[set[str], str]]:
-    """The matrices by how much is left of them."""
+    """Yield the matrices grouped by how much of them is left."""
     left = {key: float(state[key].norm() / start[key].norm()) for key in matrices}
     borders = (math.inf, *SHARES, 0.0)
     for upper, lower in itertools.pairwise(borders):

@@ -1,4 +1,4 @@
-"""Models without any defect, built from tables: their names, and what makes them small enough to build on a laptop.
+"""Models without defects, built from tables of names and of sizes that are small enough for a laptop.
 
 Needs timm, transformers, peft and diffusers. Nothing is downloaded: every model has random weights.
 """
@@ -68,11 +68,11 @@ SMALL = {
     "num_local_experts": 4,
     "num_experts": 4,
 }
-"""What a configuration of transformers is made small with, where it has the field and the model can still be built."""
+"""Small sizes for configurations of transformers, used if the field exists and the model can still be built."""
 
 
 LARGEST = 250_000_000
-"""Parameters above which a model is made smaller."""
+"""Parameters from which on a model has to be made smaller."""
 
 WITHOUT = {
     "gpt_neo": ("num_layers", "num_hidden_layers"),
@@ -80,12 +80,12 @@ WITHOUT = {
     "mamba2": ("head_dim", "num_heads", "hidden_size"),
     "prophetnet": ("num_hidden_layers", "hidden_size", "num_attention_heads"),
 }
-"""Fields that a configuration refuses."""
+"""Fields that a configuration rejects."""
 
 
 @dataclass(frozen=True)
 class Healthy:
-    """A model: its family, its name, and how it is built and fed. ``inputs`` is None where it is not trained."""
+    """A model: its family, its name, and functions for it and its inputs, which are None if it is not trained."""
 
     family: str
     name: str
@@ -94,7 +94,7 @@ class Healthy:
 
 
 def healthy_models() -> Iterator[Healthy]:
-    """Every healthy model of the tables."""
+    """Yield every healthy model of the tables."""
     mend_torchvision()
     for name in TIMM:
         yield Healthy("timm", name, lambda name=name: timm_model(name), image)
@@ -116,7 +116,7 @@ def image(model: nn.Module) -> dict[str, Any]:
         try:
             with torch.no_grad():
                 model(image := torch.randn(2, 3, side, side))
-        except (RuntimeError, AssertionError, ValueError):  # made for one size
+        except (RuntimeError, AssertionError, ValueError):  # the model has a fixed image size
             continue
         return {"x": image}
     raise ValueError("it takes no image of its own size")
@@ -133,13 +133,13 @@ def transformers_model(name: str) -> nn.Module:
             if _numel(config) < LARGEST:
                 torch.manual_seed(0)
                 return AutoModel.from_config(config)
-        except Exception:  # noqa: BLE001 - each model has its own way to refuse a size; the next one is tried
+        except Exception:  # noqa: BLE001 - each model rejects a size in its own way; the next one is tried
             continue
     raise ValueError(f"{name} cannot be built small enough")
 
 
 def _fields(kind: Any, small: dict[str, Any], without: tuple[str, ...], is_nested: bool) -> dict[str, Any]:
-    """The fields of a configuration that are made small, and with ``is_nested`` those of the parts of the model too."""
+    """Return the fields of a configuration to make small, with ``is_nested`` also those of the model's parts."""
     default = kind()
     fields = {key: value for key, value in small.items() if hasattr(default, key) and key not in without}
     for part in kind.sub_configs if is_nested else ():
@@ -288,7 +288,7 @@ _QUANTISED: dict[str, Callable[[], nn.Module]] = {
 
 
 def mend_torchvision() -> None:
-    """Define the operators that a torchvision built for another torch registers and cannot load; none is called."""
+    """Define the operators that a torchvision built for another torch lacks, so that it imports; none is called."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for _ in range(20):
         try:

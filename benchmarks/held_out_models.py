@@ -1,7 +1,7 @@
-"""Healthy models that no threshold was chosen by: other architectures than those of ``healthy_models``.
+"""Healthy models that no threshold was chosen on, with other architectures than ``healthy_models``.
 
-What a rule says of these is what it says of a model that it was not made for. A false alarm found here is mended in the
-rule, and said in judgement.md; the model stays in the table.
+They show how the rules do on models that they were not made for. A false alarm found here is fixed in the rule and
+noted in judgement.md; the model stays in the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ xlm-roberta xlstm xmod yolos yoso zamba zamba2 zoedepth
 
 
 def held_out_models() -> Iterator[Healthy]:
-    """Every model of the tables."""
+    """Yield every model of the tables."""
     mend_torchvision()
     for name in TIMM:
         yield Healthy("timm", name, lambda name=name: timm_model(name), image)
@@ -78,7 +78,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "TrainableTokensConfig": {"token_indices": [1, 2, 3], "target_modules": ["embed_tokens"]},
     "OSFConfig": {},
 }
-"""Methods of peft and their options, on a model that is not in the other table's."""
+"""Methods of peft and their options, for a base model that the other table does not use."""
 
 
 def _adapted(kind: str) -> nn.Module:
@@ -157,7 +157,7 @@ _DIFFUSERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class _Recurrent(nn.Module):
-    """An LSTM under a linear layer, the shape of many taggers and forecasters."""
+    """A recurrent layer under a linear one, like many taggers and forecasters."""
 
     def __init__(self, cell: str = "LSTM") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Timings inside of one fresh process, without its start: ``python -m benchmarks.in_process WHAT …`` prints seconds."""
+"""Timings inside a new process, without its start: ``python -m benchmarks.in_process WHAT …`` prints seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _median(work: Callable[[], object]) -> float:
 
 
 def read_bandwidth(megabytes: str) -> list[float]:
-    """Seconds of one thread that looks at each of so many megabytes of memory once."""
+    """Return the seconds that one thread takes to read so many megabytes of memory."""
     import numpy as np
 
     numbers = np.arange((int(megabytes) << 20) // 8, dtype=np.uint64)
@@ -30,11 +30,11 @@ def read_bandwidth(megabytes: str) -> list[float]:
 
 
 def scan(path: str) -> list[float]:
-    """Seconds of the statistics of every tensor, from a warm cache."""
+    """Return the seconds of computing the statistics of all tensors, with a warm cache."""
     import ckptfix
     from ckptfix.values.statistics import Statistics
 
-    checkpoint = ckptfix.open_checkpoint(path)  # no tensor is read, and no figure kept, by it
+    checkpoint = ckptfix.open_checkpoint(path)  # reads no tensor and keeps no statistics
 
     def work() -> None:
         for figures in Statistics(checkpoint).values():
@@ -44,9 +44,8 @@ def scan(path: str) -> list[float]:
 
 
 def load(path: str) -> list[float]:
-    """Seconds of each of ``LOADS``, in turn: for the load, and for the load with one look at every value after it,
-    since a mapped file is only read when it is looked at.
-    """
+    """Return the seconds of each of ``LOADS`` in turn, first without and then with reading every value afterwards,
+    since a mapped file is only read on access."""
     import torch
     from torch import nn
 
@@ -64,7 +63,7 @@ def load(path: str) -> list[float]:
                     if not hasattr(where, folder):
                         where.add_module(folder, nn.Module())
                     where = where.get_submodule(folder)
-                # A model that was built has its memory: these zeros are written.
+                # Zeros are written, as a built model has its memory allocated.
                 where.register_parameter(name, nn.Parameter(torch.zeros(spec.shape)))
 
     def by_torch(model: nn.Module, assign: bool, values: bool, mmap: bool) -> object:
@@ -92,13 +91,11 @@ LOADS = (
     *("torch", "ckptfix", "ckptfix mmap", "ckptfix mmap names"),
     *("torch assign", "ckptfix assign", "ckptfix assign names"),
 )
-"""The ways into a model: whose, whether the tensors are assigned, and whether the values are left unread by rules."""
+"""The ways to load: by whom, whether mapped or assigned, and whether the value rules are left out (``names``)."""
 
 
 def in_memory(path: str) -> list[float]:
-    """Seconds of ``repair_state_dict`` without and with a look at the values, and how many of the tensors that it gave
-    back were copied.
-    """
+    """Return the seconds of ``repair_state_dict`` without and with the value rules, and how many tensors it copied."""
     import torch
 
     import ckptfix

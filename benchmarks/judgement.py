@@ -2,12 +2,12 @@
 """How often the value rules are right: healthy models have to stay quiet, planted defects have to be found.
 
     python -m benchmarks.judgement healthy [--only NAME] [--json FILE]     # false alarms
-    python -m benchmarks.judgement held-out [--only NAME] [--json FILE]    # of models that no threshold was chosen by
+    python -m benchmarks.judgement held-out [--only NAME] [--json FILE]    # of models that no threshold was chosen on
     python -m benchmarks.judgement defects [--only NAME] [--json FILE]     # precision and recall
     python -m benchmarks.judgement page                                    # all three, and benchmarks/judgement.md
 
-Every model is built from a table with a fixed seed; nothing is downloaded. A healthy model is checked fresh, alone and
-against its own class; after a few steps of training, in a file with its optimizer and a moving average; and cast to
+Every model is built from a table with a fixed seed; nothing is downloaded. A healthy model is checked fresh, with and
+without its own class; after a few steps of training, in a file with its optimizer and a moving average; and cast to
 float16 and bfloat16.
 """
 
@@ -34,10 +34,10 @@ import ckptfix
 from benchmarks.judgement_page import NOT_BUILT, page, scores
 
 STEPS = 3
-"""Of the brief training."""
+"""The steps of the brief training."""
 
 LARGEST_TRAINED = 8_000_000
-"""Parameters above which a model is not trained: the table is to be repeated on a laptop."""
+"""Parameters above which a model is not trained, so that a laptop can repeat the table."""
 
 PARTS = ("healthy", "held-out", "defects")
 
@@ -49,8 +49,8 @@ PACKAGES = ("torch", "timm", "transformers", "peft", "diffusers", "numpy")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*PARTS, "page"])
-    parser.add_argument("--only", default="", help="models, or defects and strengths, whose name has this in it")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--only", default="", help="models, or defects and strengths, whose name contains this")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, with one thread each")
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _names(part: str, only: str) -> list[str]:
-    """What a part is made of: its models, or the seeds of its defects."""
+    """Return the tasks of a part: its models, or the seeds of its defects."""
     if part == "defects":
         from benchmarks.defects import SEEDS
 
@@ -109,7 +109,7 @@ def _healthy(name: str, healthy: Any) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     try:
         model = healthy.build()
-    except Exception as error:  # noqa: BLE001 - a release may have dropped the model, and the table says so
+    except Exception as error:  # noqa: BLE001 - a release may have dropped the model; the table lists it
         yield {"model": name, "variant": NOT_BUILT, "why": _short(error)}
         return
     for variant, report in _variants(model, healthy.inputs):
@@ -132,7 +132,7 @@ def _variants(model: nn.Module, inputs: Any) -> Iterator[tuple[str, ckptfix.Repo
         return
     try:
         saved = _trained(model, inputs(model))
-    except Exception:  # noqa: BLE001 - not every model can be fed without knowing it; the page counts the others
+    except Exception:  # noqa: BLE001 - inputs cannot be derived for every model; the page counts the trained ones
         return
     with tempfile.TemporaryDirectory() as folder:
         torch.save(saved, Path(folder) / "trained.pth")
@@ -141,7 +141,7 @@ def _variants(model: nn.Module, inputs: Any) -> Iterator[tuple[str, ckptfix.Repo
 
 
 def _trained(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The container of a trainer after a few steps: weights, optimizer and moving average."""
+    """Train a few steps, and return the container of a trainer: weights, optimizer and moving average."""
     average = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     model.train()

@@ -1,4 +1,4 @@
-"""judgement.md, written from the rows that judgement.py measured."""
+"""Writes judgement.md from the rows measured by judgement.py."""
 
 from __future__ import annotations
 
@@ -14,60 +14,62 @@ NOT_BUILT = "not built"
 
 METHOD = """
 Nothing is downloaded: every healthy model is built from the configuration of its class with random weights and a fixed
-seed, and made small where it would not fit a laptop. Each is checked fresh, alone and against its own class; cast to
-float16 and to bfloat16; and, if it is small enough and its inputs can be guessed, after three steps of AdamW, in a file
-with its optimizer and a moving average. Whatever is a warning or an error then is a false alarm; a note is none.
+seed, and made smaller if it would not fit on a laptop. Each is checked fresh, with and without its own class; cast to
+float16 and to bfloat16; and, if it is small enough and its inputs can be derived, after three steps of AdamW, in a file
+with its optimizer and a moving average. Every warning or error is then a false alarm; a note is not.
 
 Defects are planted into four small nets (residual convolutions with batch norms, a transformer, an LSTM, a perceptron
-with batch norms), each trained for a moment, with five seeds. Decay is really trained: the gradient of the spare layers
-is zero, as under DistributedDataParallel, and the optimizer goes on until so much of the start is left. *Warned* counts
-the tensors that a fitting rule named in a warning or an error, *noted* those that are in a note alone, *false* those
-that any value rule warned of although nothing was planted there. Precision and recall are those of warnings.
+with batch norms), each trained briefly, with five seeds. Decay comes from real training: the gradient of the spare
+layers is zero, as under DistributedDataParallel, and the optimizer continues until the given share of the initial
+values is left. *Warned* counts the tensors that a matching rule named in a warning or an error, *noted* those only in a
+note, *false* those that any value rule warned about without a defect. Precision and recall are those of warnings.
 """
 
 HISTORY = """
-### What the held-out models showed before anything was changed
+### What the held-out models showed before any change
 
-The thresholds and the tables of names were made on the first set. The held-out set was written afterwards, of
-architectures that are not in the first, and checked on 2026-11-21 before any rule was touched: 262 models, 1155 checks,
+The thresholds and the tables of names were chosen on the first set. The held-out set was written afterwards, with
+architectures that are not in the first, and checked on 2026-11-21 before any rule was changed: 262 models, 1155 checks,
 41 of them with a warning, in 13 models. All were VAL202 on matrices that start at zero under a name that the rule did
-not know: ten files of five adapters of peft (BOFT, MiSS, RandLoRA, DeLoRA, GraLoRA), the temporal convolutions of
+not know: ten files of five peft adapters (BOFT, MiSS, RandLoRA, DeLoRA, GraLoRA), the temporal convolutions of
 diffusers' `UNet3DConditionModel`, the gates of xLSTM, and I-BERT's integer copies of its weights. No other rule raised
 a false alarm.
 
-Mended since: matrices that are zero in every block are a note, unless the file says that it was trained; a file that is
-an adapter alone is not taken for an empty one; the names of these adapters and `*_integer` are known. So for VAL202 the
-set is not held out any more, and its figures above are those of a rule that has seen it.
+Fixed since: matrices that are zero in every block are a note, unless the file says that it was trained; a file with
+only an adapter does not count as empty; the names of these adapters and `*_integer` are known. So the set is no longer
+held out for VAL202, and its figures above are those of a rule that has seen it.
 
-What the defects below showed was changed too: a decayed matrix of which less than a tenth is left is a warning where
-the optimizer's state proves it (it was a note), and a lone linear layer is compared with the convolutions by VAL206,
-which found 15 of 20 before. So these two rows are no blind test either: the nets and seeds are those that led to it.
+The defects below led to changes too: a decayed matrix of which less than a tenth is left is a warning if the
+optimizer's state proves it (it was a note), and VAL206 compares a lone linear layer with the convolutions (it found 15
+of 20 before). So these two rows are not a blind test either: they use the nets and seeds that led to the changes.
 """
 
 LIMITS = """
-## What cannot be seen
+## What cannot be detected
 
-- **Light decay, from the weights alone.** Above a thousandth of the start nothing is said: small weights look the same.
-  With the optimizer's state, momentum or second moments tell that no gradient arrived: then a layer is a note below a
-  half, and a warning below a tenth. Plain SGD saves no state, so there is nothing to ask.
-- **Adam with L2** moves every weight by the same step, so that a matrix shrinks within a few hundred steps and then
-  swings around zero. Its second moments are not zero, for the decay is part of the gradient, and so they tell nothing.
-- **The statistics of two norms, swapped.** All values are plausible. The variance of a channel goes with the norm of
-  its kernel, but loosely: in two small residual nets, at three stages of training, the correlation of their logarithms
-  was 0.32 to 0.96 for a norm's own kernel and up to 0.62 for another's. Borders that kept these nets quiet (below 0.3
-  for its own, above 0.7 for the other's, both ways) would have seen 8 of 60 swaps. No rule was made of that.
-- **A mean and a variance of one norm, swapped,** show only if a mean was negative somewhere, as in all nets here.
-- **A layer a hundred times too large** is below VAL206's border, 500 times the median of its kind.
-- **Zeros that may be the start**: a last layer, or the same layer of every block, in a file that does not say that it
-  was trained, is a note.
-- **A model that starts at 1e-10** (`sam` and `blip` of transformers, before their weights are loaded) is quiet as it
-  is, and VAL202 warns of it in float16, where nothing of it is left. These are the two warnings above.
+- **Light decay, from the weights only.** Above a thousandth of the initial values, nothing is reported: small weights
+  look the same. With the optimizer's state, momentum or second moments show that no gradient arrived: then a layer is
+  reported as a note below a half, and as a warning below a tenth. Plain SGD saves no state, so it shows nothing.
+- **Adam with L2** moves every weight by the same step, so a matrix shrinks within a few hundred steps and then
+  oscillates around zero. Its second moments are not zero, because the decay is part of the gradient, so they show
+  nothing.
+- **The statistics of two norms, swapped.** All values are plausible. The variance of a channel is correlated with the
+  norm of its kernel, but weakly: in two small residual nets, at three stages of training, the correlation of their
+  logarithms was 0.32 to 0.96 for a norm's own kernel and up to 0.62 for another's. Thresholds without false alarms on
+  these nets (below 0.3 for its own, above 0.7 for the other's, in both directions) would have found 8 of 60 swaps, so
+  there is no such rule.
+- **A mean and a variance of one norm, swapped,** are found only if some mean was negative, as in all nets here.
+- **A layer a hundred times too large** is below VAL206's threshold, 500 times the median of its kind.
+- **Zeros that may be initial values**: a last layer, or the same layer in every block, in a file that does not say that
+  it was trained, is a note.
+- **A model that starts at 1e-10** (`sam` and `blip` of transformers, before their weights are loaded) has no finding as
+  it is, but VAL202 warns about it in float16, where its values become zero. These are the two warnings above.
 """
 
 
 @dataclass(frozen=True)
 class Score:
-    """What was found of one defect at one strength. All but ``files`` count tensors."""
+    """The result for one defect at one strength. All counts except ``files`` are of tensors."""
 
     files: int
     planted: int
@@ -81,7 +83,7 @@ class Score:
 
     @property
     def precision(self) -> float:
-        """Of the tensors that a warning named, how many had the defect."""
+        """The share of the tensors named in a warning that have the defect."""
         return self.warned / (self.warned + self.false) if self.warned + self.false else math.nan
 
     @property
@@ -91,7 +93,7 @@ class Score:
 
 
 def scores(rows: Iterable[Row]) -> dict[tuple[str, str], Score]:
-    """The rows of the planted defects by defect and strength."""
+    """Return the scores of the planted defects by defect and strength."""
     groups: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
     for row in rows:
         groups[row["defect"], row["strength"]].append(row)
@@ -104,7 +106,7 @@ def scores(rows: Iterable[Row]) -> dict[tuple[str, str], Score]:
 
 
 def page(tuned: list[Row], held_out: list[Row], defects: list[Row], *, facts: Mapping[str, str]) -> str:
-    """The whole page. ``facts`` are date, machine and versions."""
+    """Return the whole page. ``facts`` are date, machine and versions."""
     return "\n".join(
         (
             "# How often the value rules are right",
@@ -117,7 +119,7 @@ def page(tuned: list[Row], held_out: list[Row], defects: list[Row], *, facts: Ma
             "",
             "## Healthy models",
             "",
-            *_healthy("Models that the rules were made on", tuned),
+            *_healthy("Models that the thresholds were chosen on", tuned),
             *_healthy("Held-out models", held_out),
             HISTORY.strip(),
             "",
@@ -162,7 +164,7 @@ def _healthy(title: str, rows: list[Row]) -> Iterator[str]:
         yield from ("", *(f"- `{row['model']}`, {row['variant']}: {_listed(row['loud'])}" for row in loud), "")
     missing = [row["model"] for row in rows if row["variant"] == NOT_BUILT]
     if missing:
-        yield f"Not built, as the class refused the small configuration or stayed too large: {_listed(missing)}."
+        yield f"Not built, because the class rejected the small configuration or stayed too large: {_listed(missing)}."
         yield ""
 
 
@@ -172,7 +174,7 @@ def _defects(rows: list[Row]) -> Iterator[str]:
     for score in healthy:
         yield f"The same nets without a defect: {score.files} files, {score.false} tensors with a false alarm."
         yield ""
-    yield "### Decay, really trained"
+    yield "### Decay from training"
     yield ""
     decayed = sorted((name for name in found if _is_decay(name)), key=lambda name: (name[0], -_left(name[1])))
     yield from _table(("decay", "left of the start"), {name: found[name] for name in decayed})
@@ -187,7 +189,7 @@ def _is_decay(name: tuple[str, str]) -> bool:
 
 
 def _left(strength: str) -> float:
-    """The lower border of a strength of decay."""
+    """Return the lower bound of a strength of decay."""
     words = strength.split()
     return 0.0 if words[0] == "less" else float(words[2] if words[0] == "more" else words[0])
 

@@ -1,4 +1,4 @@
-"""Runs ways of doing one thing in turn, each as a process of its own, and takes medians."""
+"""Runs alternative ways of doing one thing in turn, each as a process of its own, and computes medians."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CKPTFIX = [str(Path(sys.executable).with_name("ckptfix"))]
 
 ROUNDS = 5
 SLOW = 20.0
-"""Seconds above which a way is run three times and not five: a peer that takes ten times as long as all others."""
+"""Seconds above which a way runs three times instead of five, as some peers take ten times as long as the others."""
 
 SAMPLES_PER_SECOND = 200
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way: a command that reads ``source`` and writes into the folder ``out``, which is emptied after each run."""
+    """One way: a command that reads ``source`` and writes into the folder ``out``, which is removed after each run."""
 
     name: str
     command: Sequence[str]
@@ -36,14 +36,14 @@ class Way:
 
 @dataclass
 class Runs:
-    """What came of a way: seconds and the peak of anonymous memory in bytes, run by run."""
+    """The runs of a way: seconds, and peaks of anonymous memory in bytes."""
 
     seconds: list[float] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """The median in seconds."""
         return statistics.median(self.seconds)
 
     @property
@@ -53,17 +53,17 @@ class Runs:
 
     @property
     def peak(self) -> int:
-        """Bytes of anonymous memory."""
+        """The largest peak of anonymous memory, in bytes."""
         return max(self.memory)
 
 
 def environment() -> dict[str, str]:
-    """That of an installed program: its modules are compiled once and not at every start."""
+    """Return the environment of an installed program, whose modules are compiled once and not at every start."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def measure(ways: Sequence[Way], rounds: int = ROUNDS) -> dict[str, Runs]:
-    """Run the ways one after another, round by round, so that a noisy minute of the machine strikes all of them."""
+    """Run the ways in turn, round by round, so that noise on the machine affects all of them."""
     runs = {way.name: Runs() for way in ways}
     for _ in range(rounds):
         for way in ways:
@@ -79,7 +79,7 @@ def measure(ways: Sequence[Way], rounds: int = ROUNDS) -> dict[str, Runs]:
 
 
 def run(way: Way) -> tuple[float, int]:
-    """The seconds and the peak of anonymous memory of one run. Raises ``SystemExit`` where it fails."""
+    """Run a way once. Return seconds and peak of anonymous memory in bytes. Raises ``SystemExit`` if it fails."""
     if way.out is not None:
         shutil.rmtree(way.out, ignore_errors=True)
         way.out.mkdir()
@@ -96,7 +96,7 @@ def run(way: Way) -> tuple[float, int]:
         if child.poll() is None:
             child.kill()
         output, _ = child.communicate()
-    # 1 says that findings remain, as they do where random numbers stand for weights.
+    # 1 means that findings remain, as with random numbers for weights.
     if child.returncode not in (0, 1) or (way.out is not None and not any(way.out.iterdir())):
         raise SystemExit(f"{way.name}: ended with {child.returncode}\n{output.decode()[-2000:]}")
     if way.out is not None:
@@ -105,7 +105,7 @@ def run(way: Way) -> tuple[float, int]:
 
 
 def _anonymous(process: int) -> int:
-    """``RssAnon`` of a process and its children, in bytes; mapped files and the page cache do not count."""
+    """Return ``RssAnon`` of a process and its descendants in bytes, without mapped files and the page cache."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
@@ -116,7 +116,7 @@ def _anonymous(process: int) -> int:
 
 
 def time_answer(command: Sequence[str], rounds: int = 11) -> float:
-    """The median seconds of a short process, from its start to its end."""
+    """Return the median seconds of a short process."""
     seconds = []
     for _ in range(rounds + 1):
         began = time.perf_counter()
@@ -124,11 +124,11 @@ def time_answer(command: Sequence[str], rounds: int = 11) -> float:
         seconds.append(time.perf_counter() - began)
         if done.returncode not in (0, 1):
             raise SystemExit(f"{' '.join(command)}: ended with {done.returncode}\n{done.stderr.decode()[-2000:]}")
-    return statistics.median(seconds[1:])  # the first one fills caches
+    return statistics.median(seconds[1:])  # the first run warms the caches
 
 
 def ask(module: str, *arguments: str) -> list[float]:
-    """The numbers that a module prints, run as a program in a fresh process."""
+    """Run a module as a program in a new process, and return the numbers that it prints."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], capture_output=True, env=environment(), check=False, text=True
     )

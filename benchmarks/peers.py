@@ -1,6 +1,6 @@
-"""What others do to a checkpoint, step by step as their scripts do it: ``python -m benchmarks.peers WAY SOURCE OUT``.
+"""What other tools do with a checkpoint, step by step: ``python -m benchmarks.peers WAY SOURCE OUT``.
 
-Each is a process of its own, so that its memory and its imports are its own too.
+Each runs in a process of its own, so that memory and imports are counted for it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 
 def timm_clean(source: str, out: Path) -> None:
-    """``clean_checkpoint.py`` of timm: load, take off the prefix, save, hash, rename."""
+    """Do what timm's ``clean_checkpoint.py`` does: load, remove the prefix, save, hash, rename."""
     import torch
 
     if not torch.cuda.is_available():
-        # PyPI's torchvision is built for CUDA: without it, its operators are missing and their registration stops the
-        # import of timm. Nothing here calls one.
+        # PyPI's torchvision is built for CUDA. On the CPU, its operators are missing, and registering them makes the
+        # import of timm fail. No operator is called here.
         sys.modules["torchvision._meta_registrations"] = types.ModuleType("_meta_registrations")
     from timm.models import clean_state_dict
 
@@ -35,7 +35,7 @@ def timm_clean(source: str, out: Path) -> None:
 
 
 def hf_convert(source: str, out: Path) -> None:
-    """``convert.py`` of safetensors: load, save, load the result again and compare every tensor."""
+    """Do what safetensors' ``convert.py`` does: load, save, load the result and compare every tensor."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -50,7 +50,7 @@ def hf_convert(source: str, out: Path) -> None:
 
 
 def torch_save(source: str, out: Path) -> None:
-    """The loop that everybody writes."""
+    """Load, rename keys, and save with torch, as most scripts do."""
     import torch
 
     loaded = torch.load(source, map_location="cpu", weights_only=True)
@@ -59,7 +59,7 @@ def torch_save(source: str, out: Path) -> None:
 
 
 def mmap_save_file(source: str, out: Path) -> None:
-    """The same by a mapped file and safetensors, which is the most frugal way with these two libraries."""
+    """Map the file and save it with safetensors, which takes the least memory with these two libraries."""
     import torch
     from safetensors.torch import save_file
 
@@ -70,7 +70,7 @@ def mmap_save_file(source: str, out: Path) -> None:
 
 
 def peft_merge(source: str, out: Path) -> None:
-    """Load the model and its adapter, merge, and save; the adapter is in ``adapter`` beside the folder of the model."""
+    """Load model and adapter, merge, and save. The adapter is in ``adapter`` next to the folder of the model."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -83,7 +83,7 @@ def peft_merge(source: str, out: Path) -> None:
 
 
 def torch_loop(source: str, out: Path) -> None:
-    """The loop over a folder that everybody writes."""
+    """Convert the files of a folder in a loop, as most scripts do."""
     import torch
 
     for path in sorted(Path(source).rglob("*.pth")):
@@ -95,7 +95,7 @@ def torch_loop(source: str, out: Path) -> None:
 
 
 def timm_loop(source: str, out: Path) -> None:
-    """What timm's script does, for each file of a folder in one process."""
+    """Do what timm's script does for each file of a folder, in one process."""
     for path in sorted(Path(source).rglob("*.pth")):
         goal = out / path.relative_to(source).parent / path.stem
         goal.mkdir(parents=True)
@@ -103,7 +103,7 @@ def timm_loop(source: str, out: Path) -> None:
 
 
 def zero_to_fp32(source: str, out: Path) -> None:
-    """DeepSpeed's own consolidation, into a torch file, as ``zero_to_fp32.py`` calls it."""
+    """Merge ranks into a torch file with DeepSpeed itself, as ``zero_to_fp32.py`` does."""
     os.environ.update(DS_ACCELERATOR="cpu")
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
@@ -114,7 +114,7 @@ def zero_to_fp32(source: str, out: Path) -> None:
 
 
 def all_ranks(source: str, out: Path) -> None:
-    """Every rank into memory, join, save: what verl's merger and most scripts of users do."""
+    """Load all ranks into memory, concatenate, and save, as verl's merger and most scripts do."""
     import torch
     from safetensors.torch import save_file
 
@@ -136,7 +136,7 @@ def all_ranks(source: str, out: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Onto the disk, as ``ckptfix`` and the ``cp`` of the table do."""
+    """Flush a file to disk, as ``ckptfix`` and the ``cp`` of the tables do."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -156,7 +156,7 @@ LOOPS: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "torch-loop": ("torch.load + torch.save in a loop, sync", torch_loop),
     "timm-loop": ("timm's clean_checkpoint in a loop", timm_loop),
 }
-"""Ways to treat a whole folder."""
+"""Ways to process a whole folder."""
 
 if __name__ == "__main__":
     (PEERS | LOOPS)[sys.argv[1]][1](sys.argv[2], Path(sys.argv[3]))

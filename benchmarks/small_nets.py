@@ -1,4 +1,4 @@
-"""Four small architectures, trained for a moment on random data, each with layers under ``spare`` that no loss sees."""
+"""Four small nets, trained briefly on random data, with layers under ``spare`` that do not reach the loss."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 Make = Callable[[Any], torch.optim.Optimizer]
-"""What makes an optimizer of the parameters."""
+"""A function from parameters to their optimizer."""
 
 CLASSES = 10
 
 
 class Net(nn.Module):
-    """What the four have in common: spare layers, and data of their own."""
+    """The common base of the four: spare layers, and data for the net."""
 
     spare: nn.ModuleDict
 
@@ -118,7 +118,7 @@ class Perceptron(Net):
 ARCHITECTURES: tuple[type[Net], ...] = (ConvNet, Transformer, Recurrent, Perceptron)
 
 WITH_NORMS: tuple[type[Net], ...] = (ConvNet, Perceptron)
-"""Those with running statistics."""
+"""The nets with running statistics."""
 
 
 def fresh(kind: type[Net], seed: int) -> Net:
@@ -127,8 +127,8 @@ def fresh(kind: type[Net], seed: int) -> Net:
 
 
 def trained(kind: type[Net], seed: int, make: Make, steps: int) -> tuple[Net, torch.optim.Optimizer]:
-    """A net after so many steps on one batch. The spare layers get gradients of zero, as under
-    DistributedDataParallel."""
+    """Return a net after so many steps on one batch, and its optimizer. The spare layers get gradients of zero, as
+    under DistributedDataParallel."""
     net = fresh(kind, seed)
     optimizer = make(net.parameters())
     inputs, labels = net.data(), torch.randint(0, CLASSES, (16,))
@@ -141,7 +141,7 @@ def trained(kind: type[Net], seed: int, make: Make, steps: int) -> tuple[Net, to
 
 
 def train_spare_layers(net: Net, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """More steps of the spare layers alone: the others would do the same to them at a hundred times the cost."""
+    """Train only the spare layers, for which the other layers make no difference, at a hundredth of the cost."""
     for parameter in net.parameters():
         parameter.grad = None
     for _ in range(steps):

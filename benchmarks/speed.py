@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""How fast ckptfix is, beside ``cp`` and its peers, and how much memory it takes: ``make bench``.
+"""Measures the speed and memory of ckptfix next to ``cp`` and its peers: ``make bench``.
 
     python -m benchmarks.speed [--size 4GB] [--only NAME] [--folder DIR] [--readme benchmarks/README.md]
 
-Everything is made, measured and removed in a folder of its own; at most five times the size is on the disk at once.
+All files are created in a temporary folder and removed; they take at most five times the size at once.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from benchmarks.speed_report import Section, duration, machine, memory, rate, si
 from benchmarks.speed_zoo import zoo_of_large_files, zoo_of_small_files
 
 DTYPES = (("float32", 4, 0.6), ("bfloat16", 2, 0.4), ("float16", 2, 0.4), ("float8_e4m3fn", 1, 0.1))
-"""What is scanned: the dtype, its bytes, and the share of the read bandwidth that is wanted."""
+"""The dtypes to scan: name, bytes, and the required share of the read bandwidth."""
 
 KEYS = (100, 1_000, 10_000, 50_000)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=_size, default="4GB", help="of the main files, as in 256MB  [default: 4GB]")
-    parser.add_argument("--only", default="", help=f"sections whose name has this in it: {', '.join(SECTIONS)}")
-    parser.add_argument("--folder", type=Path, help="where the files go; its file system is what is measured")
-    parser.add_argument("--readme", type=Path, help="write the tables there as well")
+    parser.add_argument("--size", type=_size, default="4GB", help="of the main files, such as 256MB  [default: 4GB]")
+    parser.add_argument("--only", default="", help=f"sections whose name contains this: {', '.join(SECTIONS)}")
+    parser.add_argument("--folder", type=Path, help="folder for the files; its file system is measured")
+    parser.add_argument("--readme", type=Path, help="also write the tables to this page")
     given = parser.parse_args()
     size: int = given.size
     check_room(given.folder or Path(tempfile.gettempdir()), 4 * size)
@@ -88,7 +88,7 @@ def _peer(name: str, source: Path, out: Path, python: str = sys.executable) -> W
 
 
 def _compare(title: str, source: Path, ways: Sequence[Way], rounds: int = ROUNDS) -> Section:
-    """The ways beside the first one, which is ``cp``."""
+    """Return the table of these ways, relative to the first one, which is ``cp``."""
     runs = measure(ways, rounds)
     cp = next(iter(runs.values())).median
 
@@ -106,7 +106,7 @@ def _compare(title: str, source: Path, ways: Sequence[Way], rounds: int = ROUNDS
 
 
 def torch_files(folder: Path, size: int) -> Iterator[Section]:
-    """``.pth`` in: key repair, conversion, full repair, and the peers."""
+    """Measure key repair, conversion and full repair of a ``.pth`` file, and the peers."""
     source, out = make_file(folder / "source.pth", shapes(size)), folder / "out"
     names = "--no-values"
     ways = [
@@ -123,7 +123,7 @@ def torch_files(folder: Path, size: int) -> Iterator[Section]:
 
 
 def safetensors_files(folder: Path, size: int) -> Iterator[Section]:
-    """safetensors in."""
+    """Measure key repair, conversion and full repair of a safetensors file."""
     source, out = make_file(folder / "source.safetensors", shapes(size)), folder / "out"
     ways = [
         _cp(source, out),
@@ -135,7 +135,7 @@ def safetensors_files(folder: Path, size: int) -> Iterator[Section]:
 
 
 def adapters(folder: Path, size: int) -> Iterator[Section]:
-    """A LoRA adapter merged into its base; 4 GB take about two minutes."""
+    """Measure merging a LoRA adapter into its base; 4 GB take about two minutes."""
     source, out = make_model_and_adapter(folder, size), folder / "out"
     merge = ("--adapter", str(folder / "adapter"))
     ways = [
@@ -148,8 +148,8 @@ def adapters(folder: Path, size: int) -> Iterator[Section]:
 
 
 def ranks(folder: Path, size: int) -> Iterator[Section]:
-    """ZeRO's ranks to one file, a sixteenth of the size, and what many ranks of many tensors cost before a byte is
-    copied. DeepSpeed is the installed one, or that of the Python which ``CKPTFIX_DEEPSPEED`` names."""
+    """Measure merging ZeRO's ranks into one file, a sixteenth of the size, and checking and merging many ranks with
+    many tensors. DeepSpeed is the installed one, or that of the Python in ``CKPTFIX_DEEPSPEED``."""
     out, nbytes = folder / "out", size // 16
     source = make_file(folder / "whole.safetensors", shapes(nbytes))
     deepspeed = os.environ.get("CKPTFIX_DEEPSPEED") or (sys.executable if find_spec("deepspeed") else None)
@@ -180,7 +180,7 @@ def ranks(folder: Path, size: int) -> Iterator[Section]:
 
 
 def legacy_files(folder: Path, size: int) -> Iterator[Section]:
-    """A file of torch ≤ 1.5 in, a quarter of the size."""
+    """Measure a file of torch ≤ 1.5, a quarter of the size."""
     source, out = make_file(folder / "source.legacy.pth", shapes(size // 4)), folder / "out"
     ways = [
         _cp(source, out),
@@ -192,7 +192,7 @@ def legacy_files(folder: Path, size: int) -> Iterator[Section]:
 
 
 def sharded_files(folder: Path, size: int) -> Iterator[Section]:
-    """Shards in, shards out, a quarter of the size."""
+    """Measure reading and writing shards, a quarter of the size."""
     out = folder / "out"
     index = make_shards(folder / "shards", size // 4, 4)
     source = make_file(folder / "source.safetensors", shapes(size // 4))
@@ -206,7 +206,7 @@ def sharded_files(folder: Path, size: int) -> Iterator[Section]:
 
 
 def value_scan(folder: Path, size: int) -> Iterator[Section]:
-    """The statistics of every tensor, against the rate at which one thread reads memory."""
+    """Measure the statistics of all tensors relative to the memory bandwidth of one thread."""
     rows = []
     for dtype, itemsize, wanted in DTYPES:
         source = make_file(folder / f"{dtype}.safetensors", shapes(size // 4, itemsize), dtype)
@@ -223,7 +223,7 @@ def value_scan(folder: Path, size: int) -> Iterator[Section]:
 
 
 def first_answers(folder: Path, size: int) -> Iterator[Section]:
-    """Whole processes, from start to end."""
+    """Measure short commands as whole processes."""
     source = make_file(folder / "source.pth", shapes(size))
     other = make_file(folder / "source.safetensors", shapes(size // 4))
     large, small = (size_name(file.stat().st_size) for file in (source, other))
@@ -246,7 +246,7 @@ def first_answers(folder: Path, size: int) -> Iterator[Section]:
 
 
 def growth(folder: Path, size: int) -> Iterator[Section]:
-    """How the cost grows with the number of keys, and with the size."""
+    """Measure how the cost grows with the number of keys, and with the size."""
     out = folder / "out"
     rows = []
     for count in KEYS:
@@ -282,7 +282,7 @@ def growth(folder: Path, size: int) -> Iterator[Section]:
 
 
 def into_a_model(folder: Path, size: int) -> Iterator[Section]:
-    """``ckptfix.load`` and ``repair_state_dict``, without the start of Python and the import of torch."""
+    """Measure ``ckptfix.load`` and ``repair_state_dict``, without starting Python and importing torch."""
     source = make_file(folder / "healthy.pth", shapes(size // 4), prefix="")
     wrapped = make_file(folder / "wrapped.pth", shapes(size // 4))
     measured = ask("benchmarks.in_process", "load", str(source))
@@ -310,7 +310,7 @@ INTO_A_MODEL = (
     ("**ckptfix**.load(assign=True)", 4),
     ("**ckptfix**.load(assign=True, values=False)", 4),
 )
-"""The ways of ``in_process.LOADS``, each with the number of the one that it is compared with."""
+"""The ways of ``in_process.LOADS``, each with the index of the one it is compared with."""
 
 SECTIONS: dict[str, Callable[[Path, int], Iterator[Section]]] = {
     "pth": torch_files,

@@ -1,4 +1,4 @@
-"""The files that are measured, made on the spot: what matters is their size, their layout and their names."""
+"""Generates the files to measure; what matters is their size, layout and names."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK_TENSORS = (("attn.qkv.weight", 3), ("attn.proj.weight", 1), ("mlp.fc1.weight", 4), ("mlp.fc2.weight", 4))
-"""The matrices of a block of a transformer, in units of width by width."""
+"""The matrices of a transformer block, with their sizes in units of width by width."""
 
 SMALL_TENSORS = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "attn.proj.bias", "mlp.fc2.bias")
 FREE_AT_LEAST = 2 << 30
-"""Bytes of the disk that stay free whatever is asked for."""
+"""Bytes of the disk that always stay free."""
 
 
 def shapes(nbytes: int, itemsize: int = 4, blocks: int = 40) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of about ``nbytes`` bytes: 40 blocks are 400 tensors."""
+    """Yield names and shapes of about ``nbytes`` bytes; 40 blocks are 400 tensors."""
     numel = nbytes // itemsize // blocks // sum(units for _, units in BLOCK_TENSORS)
     width = max(4, int(numel**0.5) // 4 * 4)
     for block in range(blocks):
@@ -34,7 +34,7 @@ def shapes(nbytes: int, itemsize: int = 4, blocks: int = 40) -> Iterator[tuple[s
 
 
 def many_keys(count: int, nbytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of ``count`` tensors that take ``nbytes`` bytes together."""
+    """Yield names and shapes of ``count`` tensors that take ``nbytes`` bytes together."""
     size = max(1, nbytes // 4 // count)
     for index in range(count):
         yield f"blocks.{index // 8}.layer{index % 8}.weight", (size,)
@@ -42,7 +42,7 @@ def many_keys(count: int, nbytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @cache
 def _numbers() -> torch.Tensor:
-    """Normal random numbers, of which each tensor takes a stretch."""
+    """Return normal random numbers, of which each tensor takes a range."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -52,7 +52,7 @@ def _numbers() -> torch.Tensor:
 def make_state_dict(
     names: Iterator[tuple[str, tuple[int, ...]]], dtype: str = "float32", prefix: str = "module.", first: int = 0
 ) -> OrderedDict[str, object]:
-    """Normal random numbers, no two tensors alike, each in a storage of its own; ``first`` tells files apart."""
+    """Return tensors of normal random numbers, all different, with own storages. ``first`` distinguishes files."""
     import torch
 
     numbers, pieces = _numbers(), count(first)
@@ -62,7 +62,7 @@ def make_state_dict(
         flat, done, begin = whole.view(-1), 0, index * 4099 % len(numbers)
         while done < len(flat):
             piece = numbers[begin : begin + len(flat) - done]
-            # Another size each time: trained weights do not come again, and blocks that do are compared (FIL204).
+            # Scaled differently each time: trained weights do not repeat, and FIL204 compares blocks that do.
             flat[done : done + len(piece)] = piece * (1 + next(pieces) * 0.618 % 1)
             done, begin = done + len(piece), 0
         made[prefix + name] = whole
@@ -76,7 +76,7 @@ def make_file(
     prefix: str = "module.",
     first: int = 0,
 ) -> Path:
-    """A checkpoint in the form that its name tells: ``.legacy.pth``, ``.pth`` or ``.safetensors``."""
+    """Write a checkpoint in the format of its suffix (``.legacy.pth``, ``.pth``, ``.safetensors``); return its path."""
     import torch
     from safetensors.torch import save_file
 
@@ -89,7 +89,7 @@ def make_file(
 
 
 def make_shards(folder: Path, nbytes: int, count: int) -> Path:
-    """The index of a checkpoint in ``count`` safetensors files."""
+    """Write a checkpoint in ``count`` safetensors files; return the path of its index."""
     from safetensors.torch import save_file
 
     state_dict = make_state_dict(shapes(nbytes))
@@ -107,7 +107,7 @@ def make_shards(folder: Path, nbytes: int, count: int) -> Path:
 
 
 def make_zoo(folder: Path, count: int, nbytes: int) -> Path:
-    """A folder of so many files of so many bytes each, ten to a folder of its own; no two tensors are alike."""
+    """Write ``count`` files of ``nbytes`` bytes each, ten per subfolder, without equal tensors; return the folder."""
     blocks = 16 if nbytes > 4_000_000 else 2
     for number in range(count):
         family = folder / f"family{number // 10:04}"
@@ -117,9 +117,8 @@ def make_zoo(folder: Path, count: int, nbytes: int) -> Path:
 
 
 def make_ranks(folder: Path, names: Iterator[tuple[str, tuple[int, ...]]], stage: int, world: int) -> Path:
-    """What ZeRO 2 or 3 leaves of a training in bfloat16, without moments: the fp32 masters, cut over ``world`` ranks.
-
-    Returns the file of the first rank."""
+    """Write what ZeRO 2 or 3 saves of a training in bfloat16, without moments: the fp32 weights, split over ``world``
+    ranks. Return the file of the first rank."""
     import torch
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -159,7 +158,7 @@ def make_ranks(folder: Path, names: Iterator[tuple[str, tuple[int, ...]]], stage
 
 
 def warm(path: Path) -> None:
-    """Read a file or the files of a folder once, so that all ways find it in the page cache."""
+    """Read a file or all files of a folder, so that they are in the page cache for all ways."""
     files = path.parent.iterdir() if path.name.endswith(".index.json") else path.rglob("*") if path.is_dir() else [path]
     for file in files:
         if file.is_dir():
@@ -171,7 +170,7 @@ def warm(path: Path) -> None:
 
 
 def make_model_and_adapter(folder: Path, nbytes: int, rank: int = 16) -> Path:
-    """A Llama in bfloat16, and a LoRA adapter of all its linear layers, as transformers and peft save them."""
+    """Write a Llama in bfloat16 and a LoRA adapter, as transformers and peft do; return the path of the model."""
     from transformers import LlamaConfig
 
     hidden, inner, words, layers = 4096, 11008, 4096, max(nbytes // 405_000_000, 1)
@@ -201,7 +200,7 @@ def make_model_and_adapter(folder: Path, nbytes: int, rank: int = 16) -> Path:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Raises ``SystemExit`` where the disk has no room for so many bytes."""
+    """Raise ``SystemExit`` if the disk has not enough room for so many bytes."""
     free = shutil.disk_usage(folder).free
     if free < nbytes + FREE_AT_LEAST:
         raise SystemExit(f"{folder}: {nbytes / 1e9:.0f} GB are needed and {free / 1e9:.0f} GB are free; see --folder")

@@ -1,4 +1,4 @@
-"""Whole zoos, beside ``cp -r`` and the loops that people write: the sections of ``benchmarks.speed`` on migration."""
+"""The sections of ``benchmarks.speed`` about whole zoos, next to ``cp -r`` and typical loops."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.speed_report import Section, duration, memory, size_name
 
 MANY = 10_000
 SMALL = 20_000
-"""Bytes of each of many small files."""
+"""Bytes of each small file."""
 
 
 def zoo_of_large_files(folder: Path, size: int) -> Iterator[Section]:
-    """200 files, the whole zoo as large as the main file."""
+    """Measure a zoo of 200 files, together as large as the main file."""
     zoo, out = make_zoo(folder / "zoo", 200, size // 200), folder / "out"
     runs = _measured(zoo, out, [_copy_with_digests(zoo, out)])
     copy = next(iter(runs.values())).median
@@ -31,7 +31,7 @@ def zoo_of_large_files(folder: Path, size: int) -> Iterator[Section]:
 
 
 def zoo_of_small_files(folder: Path, size: int) -> Iterator[Section]:
-    """10,000 small files, whatever the size of the main file; and the same command again on the finished zoo."""
+    """Measure a zoo of 10,000 small files, and the same command again on the finished zoo. Ignores ``size``."""
     zoo, out = make_zoo(folder / "zoo", MANY, SMALL), folder / "out"
     runs = _measured(zoo, out)
     copy = next(iter(runs.values())).median
@@ -49,7 +49,7 @@ def zoo_of_small_files(folder: Path, size: int) -> Iterator[Section]:
 
 
 def _measured(zoo: Path, out: Path, beside: Sequence[Way] = ()) -> dict[str, Runs]:
-    """The loops of others take minutes: they run once."""
+    """Return the runs of all ways. The loops of the peers take minutes, so they run once."""
     ways = [_copy(zoo, out), *beside, _migrate("values scanned", zoo, out)]
     return measure(ways, 3) | measure([*_loops(zoo, out)], 1)
 
@@ -68,7 +68,7 @@ def _copy(zoo: Path, out: Path) -> Way:
 
 
 def _copy_with_digests(zoo: Path, out: Path) -> Way:
-    """What ``migrate`` writes down of each file, too: two digests, two files at a time as it has two cores."""
+    """Return a copy that also computes two digests per file, as ``migrate`` does, on two cores."""
     digests = 'find "$0" "$1/new" -type f -print0 | xargs -0 -P 2 -n 20 sha256sum > "$1/new/SHA256SUMS"'
     command = f'cp -r "$0" "$1/new" && {digests} && sync -f "$1/new"'
     return Way("cp -r, sha256sum of both, sync", ["sh", "-c", command, str(zoo), str(out)], zoo, out)

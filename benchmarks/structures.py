@@ -1,12 +1,12 @@
 """Writes the table of known structures, ``ckptfix/known/structures.bin``.
 
 ``python -m benchmarks.structures timm torchvision …`` builds every model of these libraries on the meta device, and
-puts them in the place of those that the table has of these libraries; the others stay. So libraries that do not go
-together in one environment are gathered one after the other.
+replaces their models in the table; other libraries stay. So libraries that cannot be installed together are gathered
+one after the other.
 
-A model is built with its defaults, then with a number of classes, of input channels and of words that no layer has (a
-prime): sizes that are a multiple of one are not numbers in the table but ``c``, ``4c``, ``i`` or ``v``. It is built
-once more for larger images, which shows the tables of positions."""
+A model is built with its defaults, then with numbers of classes, input channels and words that no layer has (primes):
+sizes that are multiples of them are written as ``c``, ``4c``, ``i`` or ``v`` in the table. It is built once more for
+larger images, which shows the tables of positions."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from ckptfix.known.table import (
 CLASSES, CHANNELS, WORDS = 1009, 1013, 1_000_003
 MARKS = {"classes": ("c", CLASSES), "channels": ("i", CHANNELS), "words": ("v", WORDS)}
 SECONDS, KEYS = 60, 20_000
-"""What takes longer to build, or has more tensors, is left out."""
+"""Models that take longer to build, or have more tensors, are left out."""
 
 Build = Callable[..., torch.nn.Module]
-"""Takes ``classes``, ``channels``, ``words`` and ``image``, if it can."""
+"""Builds a model. Accepts ``classes``, ``channels``, ``words`` and ``image``, if the model does."""
 
 Models = Iterator[tuple[str, Build, int]]
-"""Names, and the usual size of images; 0 if there is none."""
+"""Names, builders, and the default size of images, 0 without one."""
 
 
 # ---- libraries
@@ -80,8 +80,7 @@ def torchvision_models() -> Models:
             arguments["weights_backbone"] = None
         return models.get_model(name, **arguments, **_renamed(given, classes="num_classes"))
 
-    # A quantised model is a float one, under the names of that one, until it is converted. Only ViT takes a size of
-    # images.
+    # A quantised model is a float model with the same names until it is converted. Only ViT accepts a size of images.
     for name in models.list_models():
         is_quantised = name.startswith("quantized_")
         yield name, partial(build, name, quantize=True) if is_quantised else partial(build, name), 224
@@ -130,7 +129,7 @@ def open_clip_models() -> Models:
     import open_clip
 
     def build(name: str, image: int = 0) -> torch.nn.Module:
-        # Its own device would be the CPU.
+        # It would choose the CPU as its device.
         return open_clip.create_model(
             name,
             device="meta",
@@ -212,7 +211,7 @@ Entry = tuple[str, tuple[Dim, ...], str, bool]
 
 
 class Structure(NamedTuple):
-    """What models of one structure have in common; ``tokens`` are as in the table."""
+    """What models with the same structure share; ``tokens`` are as in the table."""
 
     tokens: tuple[tuple[str, str], ...]
     transient: tuple[str, ...]
@@ -221,11 +220,11 @@ class Structure(NamedTuple):
 
 
 Structures = dict[Structure, list[tuple[str, Mapping[str, int]]]]
-"""The models of each structure with their usual sizes."""
+"""The models of each structure with their default sizes."""
 
 
 def gather(build: Build, image: int) -> tuple[Structure, dict[str, int]]:
-    """Return the structure of a model and its usual sizes."""
+    """Return the structure of a model and its default sizes."""
     base = _target(build)
     plain = _entries(base)
     marked, sizes = plain, dict[str, int]()
@@ -239,7 +238,7 @@ def gather(build: Build, image: int) -> tuple[Structure, dict[str, int]]:
         ("words",),
     ]
     for chosen in choices:
-        with suppress(Exception):  # it takes no such argument, or cannot be built so
+        with suppress(Exception):  # it accepts no such argument, or cannot be built with it
             other = _entries(_target(partial(build, **{each: MARKS[each][1] for each in chosen})))
             found = [(key, _marked(shape, chosen), dtype, buffer) for key, shape, dtype, buffer in other]
             if (solved := _sizes(found, plain)) is not None:
@@ -247,7 +246,7 @@ def gather(build: Build, image: int) -> tuple[Structure, dict[str, int]]:
                 break
     if "i" not in "".join(str(size) for _, shape, _, _ in marked for size in shape):
         marked, sizes = _with_stem(marked, sizes)
-    with suppress(Exception):  # it takes no size of images
+    with suppress(Exception):  # it accepts no size of images
         larger = {key: shape for key, shape, _, _ in _entries(_target(partial(build, image=2 * image or None)))}
         usual = {key: shape for key, shape, _, _ in plain}
         if larger.keys() == usual.keys() and larger != usual and image:
@@ -265,7 +264,7 @@ def _target(build: Callable[[], torch.nn.Module]) -> Target:
     try:
         with torch.device("meta"):
             target = target_from_module(build())
-    except (NotImplementedError, RuntimeError):  # it computes with its weights when it is built
+    except (NotImplementedError, RuntimeError):  # it computes with its weights while it is built
         target = target_from_module(build())
     finally:
         signal.alarm(0)
@@ -292,14 +291,14 @@ def _mark(size: int, marks: Iterable[tuple[str, int]]) -> Dim:
 
 
 def _with_image(shape: tuple[Dim, ...], usual: tuple[Dim, ...], larger: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Write the sizes that depend on the image as what they usually are and what they are for one twice as large."""
+    """Return the shape with sizes that depend on the image written as the default, and that for one twice as large."""
     if not len(shape) == len(usual) == len(larger):
         return shape
     return tuple(size if one == two else f"{one}s{two}" for size, one, two in zip(shape, usual, larger, strict=True))
 
 
 def _sizes(found: list[Entry], plain: list[Entry]) -> dict[str, int] | None:
-    """The sizes with which the marked structure is the plain one; None if there are none."""
+    """Return the sizes for which the marked structure equals the plain one; None if there are none."""
     sizes: dict[str, int] = {}
     usual = {key: shape for key, shape, _, _ in plain}
     for key, shape, _, _ in found:
@@ -330,7 +329,7 @@ def _number(size: Dim, sizes: Mapping[str, int]) -> int:
 
 
 def _with_stem(entries: list[Entry], sizes: dict[str, int]) -> tuple[list[Entry], dict[str, int]]:
-    """Mark the input channels of the first convolution, for a library that does not let them be chosen."""
+    """Mark the input channels of the first convolution, for a library without an argument for them."""
     entries = [*entries]
     for at, (key, shape, dtype, buffer) in enumerate(entries):
         if len(shape) >= 4 and not buffer:
@@ -350,7 +349,7 @@ def _stop(*_: object) -> None:
 
 
 def gather_library(library: str, structures: Structures, versions: dict[str, str]) -> None:
-    """Put the models of a library in the place of those that are there of it."""
+    """Replace the models of a library by those of the installed release."""
     package, models = LIBRARIES[library]
     for structure, known in [*structures.items()]:
         structures[structure] = [model for model in known if _library(model) != library]
@@ -358,7 +357,7 @@ def gather_library(library: str, structures: Structures, versions: dict[str, str
     for name, build, image in models():
         try:
             structure, sizes = gather(build, image)
-        except Exception as error:  # noqa: BLE001 - whatever a model wants that is not there: it is left out, and told
+        except Exception as error:  # noqa: BLE001 - a model may need anything; it is left out and reported
             print(f"{library}/{name}: {type(error).__name__} {str(error)[:100]!r}", file=sys.stderr, flush=True)
             continue
         if not structure.tokens or any(_SIGNS & set(key) for key, _ in structure.tokens):
@@ -373,27 +372,27 @@ def gather_library(library: str, structures: Structures, versions: dict[str, str
 # ---- the table
 
 BLOCK = 24
-"""Structures of one block: the more, the smaller the table, and the longer a look-up."""
+"""Structures per block: more make the table smaller and look-ups slower."""
 
 _SIGNS = set(" :=@~!;\n")
 
 
 class Nodes:
-    """The lines of one block: equal modules are one line."""
+    """The lines of one block, in which equal modules share a line."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._known: dict[str, int] = {}
 
     def add(self, line: str) -> int:
-        """Return the number of a line, which is new or known."""
+        """Return the number of a line, adding it if it is new."""
         if line not in self._known:
             self._known[line] = len(self.lines)
             self.lines.append(line)
         return self._known[line]
 
     def tree(self, items: Sequence[tuple[str, str]]) -> int:
-        """Return the line of a module. ``items`` are its keys, each with its sign and what follows it."""
+        """Return the number of the line of a module. ``items`` are its keys with their tokens."""
         words: list[str] = []
         children: dict[str, list[tuple[str, str]]] = {}
         for key, token in items:
@@ -424,7 +423,7 @@ def _natural(name: str) -> list[Any]:
 
 
 def unpacked(table: KnownStructures) -> tuple[Structures, dict[str, str]]:
-    """Return what a table has, and the versions of its libraries."""
+    """Return the structures of a table, and the versions of its libraries."""
     structures: Structures = {}
     for number in range(len(table)):
         found = table.structure(number)
@@ -452,7 +451,7 @@ def packed(structures: Structures, versions: Mapping[str, str]) -> bytes:
             if [(key, token) for key, token in expanded(nodes.lines, root, modules) if token not in "~!"] != list(
                 tokens
             ):
-                # Its keys are not in the order of its modules: each is written as it is.
+                # Its keys are not in the order of its modules, so each is written in full.
                 root = nodes.add(
                     " ".join(f"{key}{token}" if token not in "~!" else f"{token}{key}" for key, token in items)
                 )
@@ -487,7 +486,7 @@ def _library(model: tuple[str, Mapping[str, int]]) -> str:
 
 
 def main() -> None:
-    """Gather the libraries that are named, one after the other."""
+    """Gather the libraries on the command line, one after the other."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _stop)
     structures, versions = unpacked(KnownStructures())
