@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--size", type=_size, default="4GB", help="of the main files, such as 256MB  [default: 4GB]")
     parser.add_argument("--only", default="", help=f"sections whose name contains this: {', '.join(SECTIONS)}")
     parser.add_argument("--folder", type=Path, help="folder for the files; its file system is measured")
-    parser.add_argument("--readme", type=Path, help="also write the tables to this page")
+    parser.add_argument("--readme", type=Path, help="put the tables into this page too")
     given = parser.parse_args()
     size: int = given.size
     check_room(given.folder or Path(tempfile.gettempdir()), 4 * size)
