@@ -118,7 +118,7 @@ def _idle(context: Context, adapter: Adapter, *, has_base: bool) -> tuple[str, .
     own = {key: specs[key] for layer in adapter.layers for key in layer.keys.values()}
     if not context.settings.values or any(".modules_to_save." in key if has_base else key not in own for key in specs):
         return ()
-    figures = context.figures_of(own)
+    figures = context.statistics_of(own)
     found: list[str] = []
     for layer in adapter.layers:
         known = {role: figures[key] for role, key in layer.keys.items() if key in figures}
@@ -253,7 +253,7 @@ def _refuse_non_finite(context: Context, adapters: Sequence[Adapter], merges: Se
     """Raise ``AdapterError`` for a NaN or infinity in an adapter: a product spreads one over whole rows of the base."""
     for adapter in adapters:
         used = {key for edit in merges for each in edit.deltas if each.adapter == adapter.path for key in each.factors}
-        figures = context.figures_of({key: adapter.checkpoint.specs[key] for key in sorted(used)})
+        figures = context.statistics_of({key: adapter.checkpoint.specs[key] for key in sorted(used)})
         bad = [key for key in sorted(used) if key in figures and figures[key].nonfinite]
         if bad:
             raise AdapterError(

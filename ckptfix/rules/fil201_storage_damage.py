@@ -83,7 +83,7 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
         storages = {id(spec.storage): spec.storage for spec in specs if spec.storage is not None}
         if all(storage.crc32 is None for storage in storages.values()):
             continue
-        context.figures_of({str(number): spec for number, spec in enumerate(specs)}).values()
+        context.statistics_of({str(number): spec for number, spec in enumerate(specs)}).values()
         if bad := soundness(list(storages.values())).count(False):
             from ckptfix.rules.opt101_stale_optimizer import DROP  # imported late: few files need it
 

@@ -48,7 +48,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.names import template
 from ckptfix.rules.rule import Context, Rule
 
-Said = tuple[Level, str, str, Collection[str]]  # a finding's level, message, advice and keys
+Defect = tuple[Level, str, str, Collection[str]]  # a finding's level, message, advice and keys
 
 
 def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -84,7 +84,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Said]:
+def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Defect]:
     """Yield the reasons why names or values may differ from what was saved."""
     if differing := [key for fact in damage if fact.kind is Kind.RANKS_DIFFER for key in fact.data["keys"]]:
         keys = [key for key in checkpoint.specs if any(f".{path}".endswith(f".{key}") for path in differing)]
@@ -106,7 +106,7 @@ def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Said]:
             yield Level.WARNING, what, cure, keys
 
 
-def _flipped_bits(checkpoint: Checkpoint) -> Iterator[Said]:
+def _flipped_bits(checkpoint: Checkpoint) -> Iterator[Defect]:
     """Yield the names in which one bit seems to have changed, in a file without checksums."""
     if checkpoint.format == IN_MEMORY or all(map(_has_checksums, checkpoint.specs.values())):
         return
@@ -126,7 +126,7 @@ def _has_checksums(spec: TensorSpec) -> bool:
     return all(storage.crc32 is not None for storage in spec.storages)
 
 
-def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Said]:
+def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Defect]:
     """Yield what is wrong with the files or the metadata of a checkpoint, and what does not belong to it."""
     remarked = checkpoint.remarked
     for fact in remarked(Kind.UNNAMED_LOSS):

@@ -72,7 +72,7 @@ def _non_finite(optimizer: Optimizer, context: Context) -> dict[object, dict[str
     }
     specs = {label: value for label, (_, _, value) in fields.items()}
     bad: dict[object, dict[str, int]] = {}
-    for label, figures in context.figures_of(specs).items():
+    for label, figures in context.statistics_of(specs).items():
         number, name, _ = fields[label]
         if figures.nonfinite:
             bad.setdefault(number, {})[name] = figures.nonfinite

@@ -47,7 +47,7 @@ def impossible_moments(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     for optimizer in optimizers_of(context.checkpoint):
         rows = {number: optimizer.row(number) for number in optimizer.ids}
-        figures = context.figures_of(
+        figures = context.statistics_of(
             {
                 f"{place} {name}": value
                 for place, row in enumerate(rows.values())

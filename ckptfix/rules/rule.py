@@ -84,7 +84,7 @@ class Context(Struct, frozen=True, dict=True):
         specs, target = self.checkpoint.specs, self.target
         return {key: each for key, each in self.statistics.items() if is_matrix(key, specs[key], target)}
 
-    def figures_of(self, specs: Mapping[str, TensorSpec]) -> StatisticsByKey:
+    def statistics_of(self, specs: Mapping[str, TensorSpec]) -> StatisticsByKey:
         """Return the statistics of tensors outside the state_dict that are whole; each storage is read once."""
         from ckptfix.values.statistics import Statistics
 

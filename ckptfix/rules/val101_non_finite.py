@@ -113,7 +113,7 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
 def _not_finite_in(specs: Sequence[TensorSpec], context: Context) -> dict[str, TensorStatistics]:
     """Return the statistics of the tensors with NaN or +Inf, by number."""
     wanted = {str(number): spec for number, spec in enumerate(specs) if spec.numel > 1}
-    found = context.figures_of(wanted) if wanted else {}
+    found = context.statistics_of(wanted) if wanted else {}
     return {number: figures for number, figures in found.items() if figures.nan or figures.pos_inf}
 
 

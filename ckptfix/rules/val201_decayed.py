@@ -113,11 +113,11 @@ PROVEN = 0.1  # share below which it is a warning, if no gradient arrived and th
 
 def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices that decayed, with the vectors that decayed too; replace them if asked to."""
-    specs, witness = context.checkpoint.specs, Witness(context)
+    specs, record = context.checkpoint.specs, TrainingRecord(context)
     large = {key: each for key, each in context.matrices.items() if specs[key].numel >= SMALLEST and each.rms > 0}
-    suspects = {matrix.key: matrix for matrix in _decayed_matrices(witness, large)}
+    suspects = {matrix.key: matrix for matrix in _decayed_matrices(record, large)}
     grown = [matrix for key, matrix in suspects.items() if _started_so(matrix, specs[key])]
-    light = list(_light_matrices(witness, {key: each for key, each in large.items() if key not in suspects}))
+    light = list(_light_matrices(record, {key: each for key, each in large.items() if key not in suspects}))
     found = {key: matrix for key, matrix in suspects.items() if matrix not in grown}
     found |= {matrix.key: matrix for matrix in light if matrix.is_proven}
     yield from _noted(rule, grown, "a tiny scale from the start, as far as the file shows")
@@ -126,12 +126,12 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
         worst = min(some, key=lambda matrix: matrix.share)
         yield rule.finding(
             Level.ERROR if worst.share < NOTHING_LEFT else Level.WARNING,
-            f"{_have(some)} decayed to {worst.share:.1g} of the expected scale{worst.said.in_words}",
+            f"{_have(some)} decayed to {worst.share:.1g} of the expected scale{worst.decay.in_words}",
             keys=dict.fromkeys(key for matrix in some for key in (matrix.key, *matrix.companions)),
             evidence={
                 "tensors": {matrix.key: matrix.evidence for matrix in some},
                 "thresholds": {"of_start": OF_START, "of_kind": OF_KIND, "of_start_of_a_head": OF_HEAD},
-                "optimizer": witness.strongest,
+                "optimizer": record.strongest,
             },
             fix=fix,
             remedies=from_elsewhere(rule),
@@ -159,12 +159,12 @@ def _started_so(matrix: _Matrix, spec: TensorSpec) -> bool:
     """Return whether a matrix may have started this small: gradients arrived, and decay does not explain it.
 
     Without moments: it is not a layer's own weight (hash grids, gates), or there was no weight decay."""
-    said = matrix.said
-    if said.saw_no_gradient is not None or said.alignment is not None:
-        return not said.is_untouched and not said.agrees
+    decay = matrix.decay
+    if decay.saw_no_gradient is not None or decay.alignment is not None:
+        return not decay.is_untouched and not decay.agrees
     if matrix.reference == BY_MODEL or not is_layers_own(matrix.key):
         return matrix.reference == BY_FAN_IN
-    return matrix.share >= NOTHING_LEFT and (said.weight_decay == 0 or _has_left_zero(matrix.key, spec))
+    return matrix.share >= NOTHING_LEFT and (decay.weight_decay == 0 or _has_left_zero(matrix.key, spec))
 
 
 def _has_left_zero(key: str, spec: TensorSpec) -> bool:
@@ -184,7 +184,7 @@ class _Matrix(Struct, frozen=True, eq=False, dict=True):
     ``least`` the share of ``start`` that replacements must have."""
 
     key: str
-    witness: Witness
+    record: TrainingRecord
     start: float
     reference: str = BY_FAN_IN
     peers: float | None = None
@@ -193,13 +193,13 @@ class _Matrix(Struct, frozen=True, eq=False, dict=True):
     least: float = OF_START
 
     @cached_property
-    def said(self) -> Corroboration:
+    def decay(self) -> DecayEvidence:
         """What the file's optimizer says about it."""
-        return self.witness.on(self.key, self.share)
+        return self.record.evidence_of(self.key, self.share)
 
     @property
     def figures(self) -> TensorStatistics:
-        return self.witness.context.statistics[self.key]
+        return self.record.context.statistics[self.key]
 
     @property
     def share(self) -> float:
@@ -208,7 +208,7 @@ class _Matrix(Struct, frozen=True, eq=False, dict=True):
     @property
     def is_proven(self) -> bool:
         """Whether the optimizer's figures predict as little as is left."""
-        return max(self.share, self.said.predicted or 1.0) < PROVEN and bool(self.said.agrees)
+        return max(self.share, self.decay.predicted or 1.0) < PROVEN and bool(self.decay.agrees)
 
     def is_cured_by(self, figures: TensorStatistics) -> bool:
         """Return whether other values would be large enough."""
@@ -217,7 +217,7 @@ class _Matrix(Struct, frozen=True, eq=False, dict=True):
     @property
     def companions(self) -> Iterator[str]:
         """The vectors that decayed with it: its bias, and the weight and bias of the norm after it."""
-        statistics = self.witness.context.statistics
+        statistics = self.record.context.statistics
         bias = self.key.removesuffix("weight") + "bias"
         if bias != self.key and bias in statistics and 0 < statistics[bias].rms < OF_START * self.start:
             yield bias
@@ -227,7 +227,7 @@ class _Matrix(Struct, frozen=True, eq=False, dict=True):
 
     @property
     def evidence(self) -> dict[str, Any]:
-        statistics = self.witness.context.statistics
+        statistics = self.record.context.statistics
         batches = self.norm.figures("num_batches_tracked", statistics) if self.norm else None
         return {
             "rms": self.figures.rms,
@@ -236,12 +236,12 @@ class _Matrix(Struct, frozen=True, eq=False, dict=True):
             "median_rms_of_kind": self.peers,
             "peak_to_rms": self.figures.absmax / self.figures.rms,
             **({"batches_seen_by_its_norm": int(batches.maximum)} if batches else {}),
-            **self.said.evidence,
+            **self.decay.evidence,
         }
 
 
-def _decayed_matrices(witness: Witness, matrices: Mapping[str, TensorStatistics]) -> Iterator[_Matrix]:
-    context = witness.context
+def _decayed_matrices(record: TrainingRecord, matrices: Mapping[str, TensorStatistics]) -> Iterator[_Matrix]:
+    context = record.context
     specs = context.checkpoint.specs
     suspects = {
         key
@@ -269,7 +269,7 @@ def _decayed_matrices(witness: Witness, matrices: Mapping[str, TensorStatistics]
         shape = specs[key].shape  # with so many rows per column, it is a table, whatever its name
         is_looked_up = kind(key, specs[key]) == "embedding" or (len(shape) == 2 and shape[0] >= ROWS * shape[1])
         is_table = reference == BY_FAN_IN and is_looked_up
-        matrix = _Matrix(key, witness, start, reference, peers, norms.get(key), is_table)
+        matrix = _Matrix(key, record, start, reference, peers, norms.get(key), is_table)
         if _is_decayed(matrix) and not _norm_carries_scale(matrix, specs[key], context.statistics):
             yield matrix
 
@@ -340,7 +340,7 @@ PARALLEL = 0.99  # least cosine of a momentum that is parallel to its weight
 AGREES = (0.5, 2.0)  # range of the ratio of two shares' logarithms that agree
 
 
-class Corroboration(Struct, frozen=True):
+class DecayEvidence(Struct, frozen=True):
     """What the file shows about one matrix; None or an empty text if it does not show it.
 
     ``predicted`` is the share of the initial RMS that decay without gradients leaves, and ``observed`` the actual
@@ -399,7 +399,7 @@ class Corroboration(Struct, frozen=True):
         return "; " + "; ".join(parts)
 
 
-class Witness(Struct, frozen=True, dict=True):
+class TrainingRecord(Struct, frozen=True, dict=True):
     """The optimizer and the counters of a file."""
 
     context: Context
@@ -424,12 +424,12 @@ class Witness(Struct, frozen=True, dict=True):
         batches = max((int(statistics[key].maximum) for key in counters if statistics[key].numel == 1), default=0)
         return counted_steps(self.context.checkpoint.root) or batches or None
 
-    def on(self, key: str, share: float) -> Corroboration:
+    def evidence_of(self, key: str, share: float) -> DecayEvidence:
         """Return what the file shows about a matrix of which this share of the initial RMS is left."""
         training = self.trainings.get(key)
         if training is None:
             decay = (self.strongest or {}).get("weight_decay")
-            return Corroboration(share, terms=f"weight_decay {decay:g}" if decay else "", weight_decay=decay)
+            return DecayEvidence(share, terms=f"weight_decay {decay:g}" if decay else "", weight_decay=decay)
         steps = training.steps or self._steps
         momentum = training.momentum
         cosine = None if momentum is None else alignment(self.context.checkpoint.specs[key], momentum)
@@ -438,7 +438,7 @@ class Witness(Struct, frozen=True, dict=True):
             saw_none = training.saw_decay_only(rms, rms / share)
         terms = f"weight_decay {training.weight_decay:g} at lr {training.initial_lr or training.lr:g}"
         terms += f" over {steps} steps" if steps else ""
-        return Corroboration(
+        return DecayEvidence(
             share,
             predicted=training.predicted_share(steps),
             saw_no_gradient=saw_none,
@@ -448,11 +448,11 @@ class Witness(Struct, frozen=True, dict=True):
         )
 
 
-def _light_matrices(witness: Witness, matrices: Mapping[str, TensorStatistics]) -> Iterator[_Matrix]:
+def _light_matrices(record: TrainingRecord, matrices: Mapping[str, TensorStatistics]) -> Iterator[_Matrix]:
     """Yield the matrices that only decay moved according to the optimizer, and that are as small as it predicts."""
-    specs = witness.context.checkpoint.specs
-    for key, figures in matrices.items() if witness.trainings else ():
-        matrix = _Matrix(key, witness, usual_rms(specs[key]), least=PROVEN)
+    specs = record.context.checkpoint.specs
+    for key, figures in matrices.items() if record.trainings else ():
+        matrix = _Matrix(key, record, usual_rms(specs[key]), least=PROVEN)
         is_small = matrix.share < LIGHT and not figures.nonfinite
-        if is_small and matrix.said.is_untouched and (matrix.said.predicted or 1.0) < LIGHT:
+        if is_small and matrix.decay.is_untouched and (matrix.decay.predicted or 1.0) < LIGHT:
             yield matrix

@@ -5,7 +5,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.reading.opening import open_file
-from ckptfix.rules.val201_decayed import Corroboration, decayed
+from ckptfix.rules.val201_decayed import DecayEvidence, decayed
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
 from tests.rules.proposals import loud, propose
@@ -323,30 +323,30 @@ def test_noop_a_last_layer_that_a_few_steps_moved_away_from_zero(outputs, option
     ],
 )
 def test_a_prediction_agrees_where_the_logarithms_do(observed, predicted, agrees):
-    assert Corroboration(observed, predicted).agrees is agrees
+    assert DecayEvidence(observed, predicted).agrees is agrees
 
 
 @pytest.mark.parametrize(
     ("corroboration", "words"),
     [
-        (Corroboration(1e-6), ""),
-        (Corroboration(1e-6, weight_decay=0.0), ", though the optimizer in this file had no weight_decay"),
+        (DecayEvidence(1e-6), ""),
+        (DecayEvidence(1e-6, weight_decay=0.0), ", though the optimizer in this file had no weight_decay"),
         (
-            Corroboration(1e-6, terms="weight_decay 0.1", weight_decay=0.1),
+            DecayEvidence(1e-6, terms="weight_decay 0.1", weight_decay=0.1),
             "; the optimizer in this file had weight_decay 0.1",
         ),
         (
-            Corroboration(1e-6, 2e-6, True, None, "weight_decay 0.1 at lr 0.1 over 9 steps", 0.1),
+            DecayEvidence(1e-6, 2e-6, True, None, "weight_decay 0.1 at lr 0.1 over 9 steps", 0.1),
             "; no gradient arrived; weight_decay 0.1 at lr 0.1 over 9 steps predicts 2e-06 of the start, which agrees",
         ),
         (
-            Corroboration(1e-6, 0.9, None, 0.999, "weight_decay 0.1", 0.1),
+            DecayEvidence(1e-6, 0.9, None, 0.999, "weight_decay 0.1", 0.1),
             "; only decay moved it, because its momentum is parallel to it; weight_decay 0.1 predicts 0.9 of the "
             "start, "
             "which disagrees",
         ),
         (
-            Corroboration(1e-6, None, False, None, "weight_decay 0.1", 0.1),
+            DecayEvidence(1e-6, None, False, None, "weight_decay 0.1", 0.1),
             "; though gradients arrived; the optimizer in this file had weight_decay 0.1",
         ),
     ],
