@@ -288,8 +288,9 @@ def _in_step(
             continue
         for column in zip(*(keys for _, keys in found), strict=True):
             paths = list(map(segments, column))
-            varies = [len(set(each)) > 1 for each in zip(*paths, strict=True)]
-            depth = varies.index(True) + 1 if True in varies else 0
+            # Chunks of DINOv2 go on counting, `blocks.0.1` and `blocks.1.2`: only the second number tells blocks apart.
+            kinds = [len(set(each)) for each in zip(*paths, strict=True)]
+            depth = next((at for most in (len(paths), 2) for at, many in enumerate(kinds, 1) if many >= most), 0)
             for (at, _), path in zip(found, paths, strict=True):
                 if depth and owners.setdefault(path[:depth], at) != at:
                     return False  # two modules share one

@@ -792,6 +792,15 @@ def test_a_matrix_that_leaves_its_bias_behind_is_not_certain():
     assert {found[f"layer.{at}.output.weight"].label for at in range(3)} == {Label.AMBIGUOUS}
 
 
+@pytest.mark.parametrize(("goes_on", "label"), [(False, Label.AMBIGUOUS), (True, Label.CERTAIN)])
+def test_blocks_in_chunks_are_told_apart_by_a_number_that_goes_on(goes_on, label):
+    """DINOv2 counts its blocks through all chunks: `blocks.0.1`, `blocks.1.2`."""
+    places = [(at // 2, at if goes_on else at % 2) for at in range(6)]
+    source = {f"blocks.{n}.{m}.{key}": shape for n, m in places for key, shape in timm_block().items()}
+    match = infer(source, stack("layer", [hf_block()] * 6)).matches["layer.3.intermediate.dense.weight"]
+    assert (match.parts[0].source, match.label) == (f"blocks.1.{3 if goes_on else 1}.mlp.fc1.weight", label)
+
+
 def test_blocks_counted_from_another_number_are_shifted():
     shifted = stack("layers", [timm_block()] * 4), stack("layers", [timm_block()] * 5)
     target = {key: shape for key, shape in shifted[1].items() if not key.startswith("layers.0.")}
