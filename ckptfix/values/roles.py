@@ -32,7 +32,7 @@ _EMBEDDING = r"(?i)(^|[._])(\w*emb(ed)?(ding)?s?|wte|wpe|tokens?|codebook|lut|po
 
 # Layers that start at zero so that a block starts as the identity, and other tensors that start at zero.
 _ZERO_BY_DESIGN = r"""(?ix)(?<![a-z])(
-      \w*lora_(embedding_)?b | lora_up | hada_w2 | lokr_w\d      # adapters: arXiv:2106.09685, LyCORIS, peft
+      \w*lora_(embedding_)?b | lora_up | low_?rank\w* | hada_w2 | lokr_w\d   # adapters: arXiv:2106.09685, LyCORIS
     | b?oft_r | miss_block | \w*_lambda
     | zero_(conv|proj|linear|module)s? | controlnet\w* | input_hint_block | middle_block_out   # arXiv:2302.05543
     | conv_out | proj_out | out_layers | out(?=\.\d)        # zero_module in the UNet of guided-diffusion

@@ -30,6 +30,7 @@ def test_healthy_models_are_quiet():
         pytest.param(net(q__lora_B__weight=(8, 2)), id="lora"),
         pytest.param(net(q__lora_B__default__weight=(8, 2)), id="peft"),
         pytest.param(net(q__delora_B__default=(8, 2)), id="another-lora"),
+        pytest.param(net(heads__0__low_rank__weight=(8, 2)), id="low-rank head"),
         pytest.param(net(q__randlora_lambda=(8, 2)), id="randlora"),
         pytest.param(net(q__weight_integer=(8, 8)), id="integer-copy"),
         pytest.param(net(zero_convs__0__0__weight=(8, 8, 1, 1)), id="controlnet"),
