@@ -15,30 +15,28 @@ from itertools import islice
 from ckptfix.bytes.checksums import is_sound
 from ckptfix.comparison.difference import Difference, Pair, Side, Texts, Ties
 from ckptfix.comparison.gap import EXACT, Tolerance, measure_gap, row_major_elements
-from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
+from ckptfix.core.checkpoint import Checkpoint, ContainerPath, path_name
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.metadata import rename_metadata
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.progress import Task
 from ckptfix.core.settings import Settings
-from ckptfix.core.spec import TensorSpec, ties
+from ckptfix.core.spec import TensorSpec, TypedShape, ties
 from ckptfix.errors import UsageError
 from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.report.inspection import children, describe
 from ckptfix.values.walk import OVERLAP
 
-Form = tuple[str, tuple[int, ...]]
-
 
 def find_renames(only_a: Mapping[str, TensorSpec], only_b: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
     """Yield pairs of keys with the same bytes, in the order of A. Raises ``UnreadableError`` for missing bytes."""
     kinds = {_kind(spec) for spec in only_a.values()} & {_kind(spec) for spec in only_b.values()}
-    b_keys: dict[tuple[Form, bytes], list[str]] = {}
+    b_keys: dict[tuple[TypedShape, bytes], list[str]] = {}
     for key, digest in _digests(only_b, kinds):
         b_keys.setdefault(digest, []).append(key)
-    a_keys: dict[tuple[Form, bytes], list[str]] = {}
+    a_keys: dict[tuple[TypedShape, bytes], list[str]] = {}
     for key, digest in _digests(only_a, kinds):
         if digest in b_keys:
             a_keys.setdefault(digest, []).append(key)
@@ -46,11 +44,11 @@ def find_renames(only_a: Mapping[str, TensorSpec], only_b: Mapping[str, TensorSp
     yield from ((key, found[key]) for key in only_a if key in found)
 
 
-def _kind(spec: TensorSpec) -> Form:
+def _kind(spec: TensorSpec) -> TypedShape:
     return spec.dtype, spec.shape
 
 
-def _digests(specs: Mapping[str, TensorSpec], kinds: set[Form]) -> Iterator[tuple[str, tuple[Form, bytes]]]:
+def _digests(specs: Mapping[str, TensorSpec], kinds: set[TypedShape]) -> Iterator[tuple[str, tuple[TypedShape, bytes]]]:
     for key, spec in specs.items():
         start, stop = spec.extent if spec.storage is not None else (0, 0)
         plain = spec.storage is not None and spec.quantizer is None and not any(spec.math_bits.values())
@@ -176,7 +174,6 @@ _DEPTH = 200
 _TOO_DEEP = "nested too deep to compare"
 
 Text = tuple[str | None, str | None]
-Place = tuple[PathPart, ...]
 
 
 def compare_extras(a: Checkpoint, b: Checkpoint, read_values: bool, tolerance: Tolerance = EXACT) -> Texts:
@@ -221,7 +218,7 @@ def _row(row: Mapping[str, object] | None) -> str | None:
     return None if row is None else ", ".join(f"{name} {value!r:.40}" for name, value in row.items()) or "no version"
 
 
-def _texts(differences: Iterator[tuple[Place, Text]]) -> Texts:
+def _texts(differences: Iterator[tuple[ContainerPath, Text]]) -> Texts:
     return {path_name(place): text for place, text in islice(differences, LIMIT)}
 
 
@@ -229,8 +226,8 @@ _ABSENT = object()  # stands for a missing value
 
 
 def _differences(
-    a: object, b: object, place: Place, read_values: bool, tolerance: Tolerance = EXACT
-) -> Iterator[tuple[Place, Text]]:
+    a: object, b: object, place: ContainerPath, read_values: bool, tolerance: Tolerance = EXACT
+) -> Iterator[tuple[ContainerPath, Text]]:
     """Yield what differs, by place. Each pair of objects is compared once, so that cycles end."""
     pending = [(a, b, place)]
     met: dict[tuple[int, int], object] = {}
@@ -280,7 +277,7 @@ def _kind_name(value: object) -> str:
     return "list" if isinstance(value, list | tuple) else "array" if isinstance(value, NumpyArray) else "dict"
 
 
-def _without(root: object, container: Place) -> object:
+def _without(root: object, container: ContainerPath) -> object:
     """Return a container as dicts without the state_dict in it."""
     if not container:
         return {}

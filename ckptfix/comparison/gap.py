@@ -120,7 +120,7 @@ def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = EXACT) -> G
     both = SideBySide(a, b)
     if not both.is_readable:
         return Gap(a.numel, unread="a view that repeats a few elements endlessly")
-    meter = _Meter(a, b, tolerance)
+    meter = _GapMeter(a, b, tolerance)
     for left, right in both.blocks():
         meter.take(left, right)
     return meter.result(both)
@@ -147,7 +147,7 @@ def _same_quantizer(a: Quantizer | None, b: Quantizer | None) -> bool:
     )
 
 
-class _Meter:
+class _GapMeter:
     """Accumulates the gap block by block."""
 
     def __init__(self, a: TensorSpec, b: TensorSpec, tolerance: Tolerance) -> None:

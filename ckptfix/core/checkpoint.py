@@ -19,6 +19,7 @@ from ckptfix.errors import UnknownKeyError
 
 IN_MEMORY = "memory"  # the format name of a state_dict that was not read from a file
 PathPart = str | int  # one step into a container: a key of a dict, an attribute of an object, or an index of a list
+ContainerPath = tuple[PathPart, ...]  # the steps from the top of a container
 
 
 class Candidate(Struct, frozen=True):
@@ -27,13 +28,13 @@ class Candidate(Struct, frozen=True):
     ``fits`` is whether a strict load into the target works, perhaps after renaming keys, or, if that holds for no
     candidate, whether this one has most of the target's parameters; None if untried."""
 
-    path: tuple[PathPart, ...]
+    path: ContainerPath
     tensors: int
     numel: int
     fits: bool | None = None
 
     @classmethod
-    def of(cls, path: tuple[PathPart, ...], specs: Collection[TensorSpec]) -> Candidate:
+    def of(cls, path: ContainerPath, specs: Collection[TensorSpec]) -> Candidate:
         """Return the candidate for a state_dict."""
         return cls(path, len(specs), sum(spec.numel for spec in specs))
 
@@ -43,7 +44,7 @@ class Candidate(Struct, frozen=True):
         return path_name(self.path)
 
 
-def path_name(path: tuple[PathPart, ...]) -> str:
+def path_name(path: ContainerPath) -> str:
     """Return a container path as text: ``model[0]`` for ``("model", 0)``, ``.`` for the empty path."""
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return name.removeprefix(".") or "."
@@ -98,7 +99,7 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
     format: str
     entries: Mapping[str, object]
     metadata: Mapping[str, Mapping[str, Any]] | None = None
-    container: tuple[PathPart, ...] = ()
+    container: ContainerPath = ()
     root: object = None
     devices: tuple[str, ...] = ()
     producer: str = ""

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name, value_at
+from ckptfix.core.checkpoint import Checkpoint, ContainerPath, path_name, value_at
 from ckptfix.core.spec import TensorSpec
 
 TAG = "ckptfix"
@@ -63,7 +63,7 @@ class _Encoder:
             return {TAG: type(value).__name__, "value": base64.b64encode(value).decode("ascii")}
         raise _Unstorable
 
-    def around(self, value: Any, path: tuple[PathPart, ...], at: tuple[PathPart, ...] = ()) -> Any:
+    def around(self, value: Any, path: ContainerPath, at: ContainerPath = ()) -> Any:
         """Return the tree down to the state_dict, encoded member by member, so that a value that cannot be converted
         loses only its own branch."""
         if not path:

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Shape = tuple[Size, ...]
+Shapes = Mapping[str, Shape]  # by key
 Box = tuple[tuple[Size, Size], ...]  # a block of a tensor: start and stop along each axis
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptfix.core.plan import Plan
     from ckptfix.core.settings import Settings
     from ckptfix.core.smoke_result import SmokeResult
-    from ckptfix.core.spec import TensorStatistics
+    from ckptfix.core.spec import TensorStatistics, TypedShape
 
 REPORT_VERSION = 1  # of the JSON form; incremented when a field changes its meaning or is removed
 
@@ -95,7 +95,7 @@ class Report(Displayed, Struct, frozen=True):
     likeness: Likeness | None = None
     unexamined: tuple[str, ...] = ()
     figures: Mapping[str, TensorStatistics] = field(default_factory=dict)
-    layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    layout: Mapping[str, TypedShape] = field(default_factory=dict)
     place: tuple[str | int, ...] = ()
     written_as: str = ""
     tied: tuple[str, ...] = ()

@@ -15,6 +15,8 @@ from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
 
+TypedShape = tuple[str, tuple[int, ...]]  # a dtype and a shape
+
 
 @lru_cache(maxsize=1 << 12)  # called dozens of times per tensor, and many tensors share a shape
 def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
@@ -164,10 +164,10 @@ _RESIZING = re.compile("_?(?:interpolat(?:e_pos|ion_mode)|resize_pos(?:_|itional
 # Names of the vocabulary size in configurations of transformers; not the numbers of token types, speakers or hashes.
 _VOCABULARY = re.compile(r"(?!num_|.*(?:type_|hash))(?:\w+_)?vocab_size")
 
-_Size = TypeVar("_Size", bound=tuple[int, ...])
 
-
-def _sizes(module: torch.nn.Module, size_of: Callable[[torch.nn.Module], _Size | None]) -> dict[str, _Size]:
+def _sizes(
+    module: torch.nn.Module, size_of: Callable[[torch.nn.Module], tuple[int, ...] | None]
+) -> dict[str, tuple[int, ...]]:
     sizes = {path: size_of(child) for path, child in module.named_modules(remove_duplicate=False)}
     return {path: size for path, size in sizes.items() if size is not None}
 

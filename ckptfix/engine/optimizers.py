@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import Checkpoint, PathPart, value_at
+from ckptfix.core.checkpoint import Checkpoint, ContainerPath, value_at
 from ckptfix.core.edits import Assemble, Edit, Moments, Omit, Regroup
 from ckptfix.core.objects import MANY
 from ckptfix.core.parts import full
@@ -73,7 +73,7 @@ def _with_schedulers(root: Any, like: tuple[int, ...], count: int, depth: int = 
     return result
 
 
-def _with(root: Any, path: tuple[PathPart, ...], value: dict[str, Any] | None) -> Any:
+def _with(root: Any, path: ContainerPath, value: dict[str, Any] | None) -> Any:
     """Return a copy of a container with another value at a path, or without the entry if the value is None."""
     if not path:
         return value

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.likeness import Fit, Likeness
+from ckptfix.core.parts import Shapes
 from ckptfix.core.wrappers import MODULE, bare, colliding, segments_in, strip_segments
 from ckptfix.known.table import (
     NAMES,
@@ -36,7 +37,6 @@ from ckptfix.known.table import (
 )
 
 _Candidates = Iterator[tuple["_View", int, bool]]  # the number of a structure, and whether none is more similar
-Shapes = Mapping[str, tuple[int, ...]]  # names and shapes of a state_dict
 MOST = 7_500  # maximum tensors of a state_dict; with more, no known structure can have the share `_NEAR` in common
 _DEPTH = 6  # maximum segments of a prefix
 
@@ -84,7 +84,7 @@ class _Search(Struct):
     left: int = 3 * _KEYS
 
 
-class _Match(Struct, frozen=True, dict=True):
+class _ModelMatch(Struct, frozen=True, dict=True):
     """The result of comparing a structure with a view."""
 
     structure: Structure
@@ -137,9 +137,9 @@ def recognise(shapes: Shapes, names: Iterable[str] = ()) -> Likeness | None:
     return found
 
 
-def _best(views: Iterable[tuple[int, _Candidates]]) -> list[_Match]:
+def _best(views: Iterable[tuple[int, _Candidates]]) -> list[_ModelMatch]:
     """Return the structures that fit best, several if they fit a view equally well."""
-    best: list[_Match] = []
+    best: list[_ModelMatch] = []
     for outside, candidates in views:
         # Nothing under a prefix can rank better than this.
         if best and best[0].rank[:2] < (_ORDER[Fit.PART] if outside else 0, outside):
@@ -334,7 +334,7 @@ def _prefix(names: Mapping[str, str], segments: list[str]) -> str:
 # ---- comparing
 
 
-def _compare(view: _View, structure: Structure, near: bool) -> _Match | None:
+def _compare(view: _View, structure: Structure, near: bool) -> _ModelMatch | None:
     """Compare all names and shapes; return None if the structure is not near, or is only near and ``near`` is False."""
     missing, differing, solved = [], [], dict[str, dict[str, int]]()
     others = [(key, shape) for key, shape in structure.shapes.items() if view.shapes.get(key) != shape]
@@ -367,7 +367,7 @@ def _compare(view: _View, structure: Structure, near: bool) -> _Match | None:
             return None
     elif view.outside:
         fit = Fit.PART
-    return _Match(structure, view, fit, sizes, matching, tuple(missing), tuple(added), tuple(differing))
+    return _ModelMatch(structure, view, fit, sizes, matching, tuple(missing), tuple(added), tuple(differing))
 
 
 def _is_excused(key: str, view: _View, structure: Structure) -> bool:
@@ -422,10 +422,10 @@ def _head_places(structure: Structure, head: Iterable[str]) -> tuple[str, ...]:
 # ---- naming
 
 
-def _likeness(best: list[_Match], names: Iterable[str]) -> Likeness:
+def _likeness(best: list[_ModelMatch], names: Iterable[str]) -> Likeness:
     stems = [re.sub(r"[^a-z0-9]+", "_", name.rpartition("/")[2].lower()).strip("_") for name in names]
 
-    def rank(entry: tuple[Model, _Match]) -> tuple[int, bool, int, int, str]:
+    def rank(entry: tuple[Model, _ModelMatch]) -> tuple[int, bool, int, int, str]:
         model, match = entry
         own = model.name.partition("/")[2]
         is_said = any(re.sub(r"[^a-z0-9]+", "_", own.lower()) in stem for stem in stems)

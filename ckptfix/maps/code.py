@@ -9,7 +9,7 @@ from ckptfix.core.rename_map import AMBIGUOUS, RenameMap
 from ckptfix.errors import UsageError
 from ckptfix.maps.layout import Cut, Rearrange, Steps
 from ckptfix.maps.patterns import Pattern, Variable
-from ckptfix.maps.resolving import Line, parsed
+from ckptfix.maps.resolving import ParsedRule, parsed
 
 _HEAD = '''\
 """Made by ckptfix map. Needs torch and nothing else."""
@@ -77,7 +77,7 @@ def python_code(rename_map: RenameMap) -> str:
     return "".join([*body, _END])
 
 
-def _loop(line: Line) -> Iterator[str]:
+def _loop(line: ParsedRule) -> Iterator[str]:
     """Yield the lines of code for a rule: a loop over the keys that it matches."""
     source = {each.name: each for each in line.source.variables}
     loops = [each for each in source.values() if each not in (line.joined, line.stacked)]
@@ -111,7 +111,7 @@ def _loop(line: Line) -> Iterator[str]:
     yield from (indent + text for text in _parted(line, into))
 
 
-def _joined(line: Line, names: dict[str, str]) -> str:
+def _joined(line: ParsedRule, names: dict[str, str]) -> str:
     """Return the expression that concatenates and stacks the source tensors."""
     own = {**names, **{each.name: name for each, name in ((line.stacked, "number"), (line.joined, "name")) if each}}
     text = f"left.pop({_key(line.source, own)})"
@@ -126,7 +126,7 @@ def _joined(line: Line, names: dict[str, str]) -> str:
     return text
 
 
-def _parted(line: Line, names: dict[str, str]) -> Iterator[str]:
+def _parted(line: ParsedRule, names: dict[str, str]) -> Iterator[str]:
     steps = line.steps
     if steps.rearrange:
         yield f"tensor = {_rearranged('tensor', steps.rearrange)}"
@@ -152,7 +152,7 @@ def _rearranged(tensor: str, axes: Rearrange) -> str:
     return f"{tensor}.t()" if order == "a b -> b a" else f"rearrange({tensor}, {order!r}{more})"
 
 
-def _some(line: Line, tensor: str) -> str:
+def _some(line: ParsedRule, tensor: str) -> str:
     """Return the expression for a tensor that is rearranged for some texts only."""
     some = line.steps.some
     return f"{_rearranged(tensor, some.axes)} if name in {some.names!r} else {tensor}" if some else tensor
@@ -166,7 +166,7 @@ def _split(cut: Cut, count: int) -> str:
     return f"tensor.split([{size} * share for share in {shares!r}], {cut.axis})"
 
 
-def _regex(line: Line, names: dict[str, str], stacked: Variable | None = None) -> str:
+def _regex(line: ParsedRule, names: dict[str, str], stacked: Variable | None = None) -> str:
     """Return the expression for a regex with groups for the variables, or only for the stacked one."""
     pieces: list[str] = []
     groups: dict[Variable, int] = {}

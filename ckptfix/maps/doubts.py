@@ -13,9 +13,9 @@ from operator import sub
 
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Shape, full
-from ckptfix.maps.leaves import Path
-from ckptfix.maps.matches import Inference, Shapes
+from ckptfix.core.parts import Shape, Shapes, full
+from ckptfix.maps.leaves import Segments
+from ckptfix.maps.matches import Inference
 from ckptfix.maps.names import (
     STATISTICS,
     bag,
@@ -229,7 +229,7 @@ def _doubt_uneven_lists(inference: Inference) -> None:
     for side, (specs, members, image) in enumerate(
         zip((inference.source, inference.target), sides, images, strict=True)
     ):
-        equal: dict[object, list[Path]] = defaultdict(list)
+        equal: dict[object, list[Segments]] = defaultdict(list)
         for path, keys in members.items():
             inside = frozenset((rest, specs[key]) for rest, key in keys.items())
             equal[path[:-1], template(path[-1]), inside].append(path)
@@ -242,9 +242,9 @@ def _doubt_uneven_lists(inference: Inference) -> None:
     inference.doubt(key for key in inference.matches if not doubtful.isdisjoint((key, *images[1][key])))
 
 
-def _members(keys: Iterable[str]) -> dict[Path, dict[Path, str]]:
+def _members(keys: Iterable[str]) -> dict[Segments, dict[Segments, str]]:
     """Return the keys in each numbered module, by their path inside it."""
-    members: dict[Path, dict[Path, str]] = defaultdict(dict)
+    members: dict[Segments, dict[Segments, str]] = defaultdict(dict)
     for key in keys:
         path = segments(key)
         for depth, segment in enumerate(path[:-1], 1):
@@ -253,9 +253,9 @@ def _members(keys: Iterable[str]) -> dict[Path, dict[Path, str]]:
     return members
 
 
-def _ranks(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+def _ranks(paths: Iterable[Segments]) -> dict[Segments, tuple[int, int]]:
     """Return the index of each numbered module in its list, and the length of the list."""
-    lists: dict[tuple[Path, str], list[Path]] = defaultdict(list)
+    lists: dict[tuple[Segments, str], list[Segments]] = defaultdict(list)
     for path in paths:
         lists[path[:-1], template(path[-1])].append(path)
     return {
@@ -266,9 +266,9 @@ def _ranks(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
 
 
 def _in_step(
-    members: Sequence[Mapping[Path, Sequence[str]]],
+    members: Sequence[Mapping[Segments, Sequence[str]]],
     places: Sequence[tuple[int, int]],
-    others: Mapping[Path, tuple[int, int]],
+    others: Mapping[Segments, tuple[int, int]],
 ) -> bool:
     """Return whether equal modules, given as what each of their tensors becomes, have equal counterparts, and at the
     same indices if the lists have the same length, forwards or backwards.
@@ -276,8 +276,8 @@ def _in_step(
     The counterparts of ``attn1`` and ``attn2`` may have different names."""
     if any(2 * sum(not keys for keys in each.values()) > len(each) for each in members):
         return False
-    owners: dict[Path, int] = {}
-    within: list[tuple[Path, int]] = []
+    owners: dict[Segments, int] = {}
+    within: list[tuple[Segments, int]] = []
     steps: list[set[tuple[int, ...]]] = [set() for _ in members]
     for rest in members[0]:
         found = [(at, each[rest]) for at, each in enumerate(members) if each[rest]]

@@ -11,14 +11,14 @@ from itertools import groupby
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Box, Part, Shape, extent, full
+from ckptfix.core.parts import Box, Part, Shape, Shapes, extent, full
 from ckptfix.core.rename_map import LABELS, MapRule, RenameMap
 from ckptfix.maps.elements import normal
 from ckptfix.maps.layout import Cut, Rearrange, Some, Steps, shares
 from ckptfix.maps.matches import Inference, Match
 from ckptfix.maps.names import segments
 from ckptfix.maps.patterns import parse
-from ckptfix.maps.resolving import Line, Shapes
+from ckptfix.maps.resolving import ParsedRule
 
 _DIGITS = re.compile(r"\d+")
 MANY = 4  # if the layers of one kind need more rules than this, one rule lists their numbers instead
@@ -59,9 +59,9 @@ def fold(inference: Inference) -> RenameMap:
     rules = list(_rules(instance for instance in found.values() if instance is not None))
     exact: dict[int, list[tuple[MapRule, list[_Instance]]]] = {}
     taken: dict[int, set[str]] = defaultdict(set)  # keys matched by the rules with that many variables
-    for at in sorted(range(len(rules)), key=lambda at: Line.parse(rules[at][0]).width):
+    for at in sorted(range(len(rules)), key=lambda at: ParsedRule.parse(rules[at][0]).width):
         exact[at] = list(_exact(*rules[at], inference, taken))
-        for line in (Line.parse(rule) for rule, _ in exact[at]):
+        for line in (ParsedRule.parse(rule) for rule, _ in exact[at]):
             taken[line.width].update(filter(line.source.matches, source))
     unsaid = [key for keys, instance in found.items() if instance is None for key in keys]
     labelled = tuple(_labelled(*each, moved) for at in sorted(exact) for each in exact[at])
@@ -101,7 +101,7 @@ def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, targe
             steps = replace(steps, some=replace(steps.some, names=tuple(texts)))
         instance = _Instance(source_pattern, target_pattern, steps.texts(), tuple(keys))
         with suppress(ValueError):
-            if _gives(Line.parse(MapRule(instance.source, instance.target, instance.steps)), parts, own, wanted):
+            if _gives(ParsedRule.parse(MapRule(instance.source, instance.target, instance.steps)), parts, own, wanted):
                 return instance
     return None
 
@@ -371,7 +371,7 @@ def _exact(
     rule: MapRule, instances: list[_Instance], inference: Inference, taken: Mapping[int, set[str]]
 ) -> Iterator[tuple[MapRule, list[_Instance]]]:
     """Yield the rule, or several narrower ones if it would move more than was inferred."""
-    line = Line.parse(rule)
+    line = ParsedRule.parse(rule)
     narrower = set[str]().union(*(keys for width, keys in taken.items() if width < line.width))
     left = {key: shape for key, shape in inference.source.items() if key not in narrower and line.source.matches(key)}
     parts = {key: inference.matches[key].parts for each in instances for key in each.keys}
@@ -391,7 +391,7 @@ def _exact(
             yield from _exact(narrow, each, inference, taken)
 
 
-def _gives(line: Line, parts: Mapping[str, tuple[Part, ...]], source: Shapes, target: Shapes) -> bool:
+def _gives(line: ParsedRule, parts: Mapping[str, tuple[Part, ...]], source: Shapes, target: Shapes) -> bool:
     made = dict(line.expand(source, target))
     return made.keys() == parts.keys() and all(
         move.shape == target[key] and _placed(move.parts) == _placed(parts[key]) for key, move in made.items()

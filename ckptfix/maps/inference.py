@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, Shape, full, inverse, merged, shape_of, used_in_full
+from ckptfix.core.parts import Part, Shape, Shapes, full, inverse, merged, shape_of, used_in_full
 from ckptfix.maps.doubts import doubt_what_may_differ
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
-from ckptfix.maps.matches import Inference, Match, Shapes
+from ckptfix.maps.matches import Inference, Match
 from ckptfix.maps.names import (
     STATISTICS,
     bag,

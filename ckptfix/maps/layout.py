@@ -23,7 +23,7 @@ from ckptfix.maps.elements import Elements
 
 _CUT = re.compile(r"(concat|split)(?: ([1-9]\d{0,4}(?::[1-9]\d{0,9})*))?(?: dim (\d))?")
 _AXES = re.compile(r"\([^()]*\)|\.\.\.|[^\s()]+")
-Grid = list[list[tuple[str, Shape]]]  # keys and shapes, by number in a stack and then by place in a concat
+KeyGrid = list[list[tuple[str, Shape]]]  # keys and shapes, by number in a stack and then by place in a concat
 
 
 class Cut(Struct, frozen=True):
@@ -206,7 +206,7 @@ class Steps(Struct, frozen=True):
         return Steps(self.split, self.unstack, back, self.stack, self.concat, some, self.swap)
 
     def apply(
-        self, grid: Grid, texts: Sequence[str], wanted: Sequence[int | None] | None = None
+        self, grid: KeyGrid, texts: Sequence[str], wanted: Sequence[int | None] | None = None
     ) -> list[list[tuple[Shape, tuple[Part, ...]]]]:
         """Return the shapes and parts of the tensors that the steps make from a grid of tensors.
 

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from ckptfix.core.parts import Box, Shape
 from ckptfix.maps.names import ROLES, bag, concepts, kind, module, parent, roles
 
-Path = tuple[str, ...]
+Segments = tuple[str, ...]  # the path of a module or leaf
 
 
 class Leaf(Struct, frozen=True):
     """A tensor or a box of one, with its axes permuted to ``axes``; ``order`` is its position in the file."""
 
     key: str
-    path: Path
+    path: Segments
     box: Box
     axes: tuple[int, ...]
     order: float
@@ -33,7 +33,7 @@ class Leaf(Struct, frozen=True):
     def rows(self) -> int:
         return self.shape[0] if self.shape else 1
 
-    def split(self, sizes: Sequence[int], paths: Sequence[Path]) -> Iterator[Leaf]:
+    def split(self, sizes: Sequence[int], paths: Sequence[Segments]) -> Iterator[Leaf]:
         """Yield the parts along the first axis whose size is not 1, in order."""
         axis = next(axis for axis in self.axes if self.box[axis][1] - self.box[axis][0] != 1)
         start = self.box[axis][0]
@@ -48,7 +48,7 @@ def _shape(box: Box, axes: tuple[int, ...]) -> Shape:
     return tuple(size for size in (box[axis][1] - box[axis][0] for axis in axes) if size != 1)
 
 
-def whole(key: str, shape: Sequence[int], path: Path, order: int) -> Leaf:
+def whole(key: str, shape: Sequence[int], path: Segments, order: int) -> Leaf:
     return Leaf(key, path, tuple((0, size) for size in shape), tuple(range(len(shape))), order)
 
 
@@ -114,7 +114,7 @@ def _unstacked(leaves: Leaves, other: Leaves) -> Leaves:
 def _runs(leaves: Leaves) -> dict[int, dict[Shape, set[str]]]:
     """Return the shapes in lists of numbered modules, by the length of the list, with the concepts of the list's
     name."""
-    members: dict[Path, dict[str, Leaves]] = defaultdict(lambda: defaultdict(list))
+    members: dict[Segments, dict[str, Leaves]] = defaultdict(lambda: defaultdict(list))
     for leaf in leaves:
         for depth, segment in enumerate(leaf.path[:-1]):
             if segment.isdigit():
@@ -131,7 +131,7 @@ def _runs(leaves: Leaves) -> dict[int, dict[Shape, set[str]]]:
     return runs
 
 
-class _Group(Struct, frozen=True):
+class _RoleGroup(Struct, frozen=True):
     """Sibling modules that another library fuses: the number of rows of each role, and the shape of a row."""
 
     sizes: dict[str, int]
@@ -142,8 +142,8 @@ class _Group(Struct, frozen=True):
         return (sum(self.sizes.values()), *self.rest)
 
 
-def _groups(leaves: Leaves) -> Iterator[_Group]:
-    siblings: dict[tuple[Path, Path, frozenset[str]], Leaves] = defaultdict(list)
+def _groups(leaves: Leaves) -> Iterator[_RoleGroup]:
+    siblings: dict[tuple[Segments, Segments, frozenset[str]], Leaves] = defaultdict(list)
     for leaf in leaves:
         if roles(leaf.path):
             # q_proj, k_proj and v_proj are one group, and q_conv, k_conv and v_conv another.
@@ -156,7 +156,7 @@ def _groups(leaves: Leaves) -> Iterator[_Group]:
             if leaf.shape and leaf.rows % len(named) == 0:
                 sizes |= dict.fromkeys(named, leaf.rows // len(named))
         if len(sizes) > 1 and len({leaf.shape[1:] for leaf in members}) == 1:
-            yield _Group(sizes, members[0].shape[1:])
+            yield _RoleGroup(sizes, members[0].shape[1:])
 
 
 def _fused(leaves: Leaves, other: Leaves) -> dict[Leaf, dict[str, int]]:
@@ -190,7 +190,7 @@ def _fused(leaves: Leaves, other: Leaves) -> dict[Leaf, dict[str, int]]:
     return found
 
 
-def _sizes(named: Path, leaf: Leaf, groups: Sequence[_Group]) -> dict[str, int] | None:
+def _sizes(named: Segments, leaf: Leaf, groups: Sequence[_RoleGroup]) -> dict[str, int] | None:
     for group in groups:
         if group.rest == leaf.shape[1:] and all(role in group.sizes for role in named):
             sizes = {role: group.sizes[role] for role in named}

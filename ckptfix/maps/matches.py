@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, Shape, used_in_full
+from ckptfix.core.parts import Part, Shapes, used_in_full
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.trees import Choice, Label
-
-Shapes = Mapping[str, Shape]
 
 
 class Match(Struct, frozen=True):

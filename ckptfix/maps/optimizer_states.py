@@ -14,12 +14,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import Checkpoint, PathPart, is_inside, path_name, value_at
+from ckptfix.core.checkpoint import Checkpoint, ContainerPath, is_inside, path_name, value_at
 from ckptfix.core.objects import DEPTH, MANY, Opaque, is_flat_optimizer, tensors_in
+from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
-
-Shape = tuple[int, ...]
-
 
 # The hyperparameter of Adagrad that is the initial sum of squared gradients.
 INITIAL = "initial_accumulator_value"
@@ -40,7 +38,7 @@ STATES = ("state", IN_LOOKAHEAD)
 class Optimizer(Struct, frozen=True):
     """The state of an optimizer in a container: a row for each id, and the groups of ids."""
 
-    path: tuple[PathPart, ...]
+    path: ContainerPath
     state: Mapping[Any, Any]
     groups: tuple[Mapping[str, Any], ...]
     is_flat: bool = False  # whether the file has flat keys: `state.fc.weight.exp_avg`
@@ -84,7 +82,7 @@ class Optimizer(Struct, frozen=True):
         return row if isinstance(row, Mapping) else {}
 
 
-def optimizer_of(value: object, path: tuple[PathPart, ...] = ()) -> Optimizer | None:
+def optimizer_of(value: object, path: ContainerPath = ()) -> Optimizer | None:
     """Return an optimizer's ``state_dict``, None for any other value."""
     if not isinstance(value, Mapping):
         return None
@@ -116,7 +114,7 @@ def _with_copies(optimizer: Optimizer, around: Mapping[Any, Any]) -> Optimizer:
     return optimizer
 
 
-def _from_flat(value: Mapping[Any, Any], path: tuple[PathPart, ...]) -> Optimizer | None:
+def _from_flat(value: Mapping[Any, Any], path: ContainerPath) -> Optimizer | None:
     """Return the optimizer from flat keys, with a group per parameter, because options are stored per parameter."""
     parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for key, kept in value.items():
@@ -145,7 +143,7 @@ def flat(state: Mapping[Any, Mapping[str, Any]], groups: Iterable[Mapping[str, A
     }
 
 
-def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Optimizer]:
+def optimizers_in(root: object, path: ContainerPath = ()) -> Iterator[Optimizer]:
     """Yield the optimizers in a container, in order."""
     found = optimizer_of(root, path)
     if found is not None:

@@ -17,10 +17,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.objects import MANY
+from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
 from ckptfix.maps.names import by_number
-from ckptfix.maps.optimizer_states import Optimizer, Shape, fits, logical_shape, values_in
+from ckptfix.maps.optimizer_states import Optimizer, fits, logical_shape, values_in
 
 
 class Layout(Struct, frozen=True):

@@ -10,14 +10,13 @@ from math import prod
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, Shape, full
+from ckptfix.core.parts import Part, Shape, Shapes, full
 from ckptfix.core.rename_map import AMBIGUOUS, MapRule, RenameMap
 from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, PlanError, UsageError
-from ckptfix.maps.layout import Grid, Steps
+from ckptfix.maps.layout import KeyGrid, Steps
 from ckptfix.maps.patterns import Binding, Pattern, Variable, parse
 
-Shapes = Mapping[str, Shape]
 Cell = tuple[int | str, int | str]
 
 
@@ -29,7 +28,7 @@ class Move(Struct, frozen=True):
     rule: MapRule
 
 
-class Line(Struct, frozen=True):
+class ParsedRule(Struct, frozen=True):
     """A rule with its patterns and steps parsed.
 
     ``joined`` and ``stacked`` are the variables that only the source has, those of a concat and a stack; ``parted`` and
@@ -45,7 +44,7 @@ class Line(Struct, frozen=True):
     unstacked: Variable | None
 
     @classmethod
-    def parse(cls, rule: MapRule) -> Line:
+    def parse(cls, rule: MapRule) -> ParsedRule:
         """Parse a rule. Raises ``ValueError`` if it is invalid."""
         source, target, steps = parse(rule.source), parse(rule.target), Steps.parse(rule.steps)
         mine = [variable for variable in _distinct(source) if variable.name not in target.names]
@@ -111,7 +110,7 @@ class Line(Struct, frozen=True):
                 if not lacks and not any(group.get(variable.name) == at for group in found):
                     raise ValueError(f"no key of the file matches with {option}")
 
-    def _grid(self, cells: Mapping[Cell, str], source: Shapes) -> Grid:
+    def _grid(self, cells: Mapping[Cell, str], source: Shapes) -> KeyGrid:
         """Return the keys by number and place. Raises ``ValueError`` if one is missing."""
         numbers = sorted({int(number) for number, _ in cells})
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
@@ -123,7 +122,7 @@ class Line(Struct, frozen=True):
                     raise ValueError(f"{next(iter(cells.values()))} has no sibling {option}")
         return [[(key := cells[number, at], source[key]) for at in range(len(options))] for number in numbers]
 
-    def _assembled(self, values: Binding, grid: Grid, target: Shapes | None) -> Iterator[tuple[str, Move]]:
+    def _assembled(self, values: Binding, grid: KeyGrid, target: Shapes | None) -> Iterator[tuple[str, Move]]:
         pattern = self.target
         numbers = [v.name for v in _distinct(pattern) if v.is_number and v.name not in values and v != self.unstacked]
         extra = {each.name: 0 for each in (self.parted, self.unstacked) if each}
@@ -225,11 +224,11 @@ def _refuse_other_shapes(made: Shapes, target: Shapes, cut: int) -> None:
             raise ValueError(f"{key} would be {list(made[key])}, but the target wants {list(shape)}")
 
 
-def _matches(lines: Sequence[Line], keys: Collection[str]) -> bool:
+def _matches(lines: Sequence[ParsedRule], keys: Collection[str]) -> bool:
     return any(line.source.matches(key) for line in lines if not line.rule.by_hand for key in keys)
 
 
-def _shares(lines: Sequence[Line], source: Shapes) -> list[Shapes]:
+def _shares(lines: Sequence[ParsedRule], source: Shapes) -> list[Shapes]:
     """Return the tensors of the file for each rule, without those matched by a rule with fewer variables."""
     widths = [line.width for line in lines]
     left, found = dict(source), {}
@@ -241,13 +240,13 @@ def _shares(lines: Sequence[Line], source: Shapes) -> list[Shapes]:
     return [found[width] for width in widths]
 
 
-def parsed(rename_map: RenameMap) -> list[Line]:
+def parsed(rename_map: RenameMap) -> list[ParsedRule]:
     """Return the parsed rules. Raises ``PlanError``, which names the rule, if one is invalid (``UsageError`` for one by
     hand)."""
     lines = []
     for number, rule in enumerate(rename_map.rules):
         with _naming(rename_map, number):
-            lines.append(Line.parse(rule))
+            lines.append(ParsedRule.parse(rule))
     return lines
 
 

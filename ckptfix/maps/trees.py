@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.core.parts import Shape
-from ckptfix.maps.leaves import Leaf, Path
+from ckptfix.maps.leaves import Leaf, Segments
 from ckptfix.maps.names import (
     BACKWARD,
     EXCLUSIVE,
@@ -43,16 +43,16 @@ VOTE_WEIGHT = 1.5
 NEAR_WEIGHT = 1.5  # of the places of neighbours that are certain
 LARGE = 8  # leaves; larger subtrees are hardly equal by chance
 
-Places = Mapping[Path, tuple[int, int]]
-Signature = tuple[int, ...]  # the kinds of the leaves as numbers, sorted
-Key = tuple[tuple[Path, ...], ...]  # a template: the paths of its leaves on both sides
-Choice = tuple[Key, Path, Path]  # a pair of subtrees of a template that belong together
+ListPlaces = Mapping[Segments, tuple[int, int]]  # the index of a numbered module, and the number of its siblings
+SubtreeSignature = tuple[int, ...]  # the kinds of the leaves as numbers, sorted
+TemplateKey = tuple[tuple[Segments, ...], ...]  # a template: the paths of its leaves on both sides
+Choice = tuple[TemplateKey, Segments, Segments]  # a pair of subtrees of a template that belong together
 
 
 class Pooled(Struct, frozen=True):
     """A leaf of a template: its path in the template, and the leaf of each instance."""
 
-    path: Path
+    path: Segments
     leaves: tuple[Leaf, ...]
 
     @property
@@ -60,14 +60,14 @@ class Pooled(Struct, frozen=True):
         return tuple(leaf.shape for leaf in self.leaves), STATISTICS.get(self.path[-1] if self.path else "", "")
 
 
-class Node(Struct, eq=False, dict=True):
+class Subtree(Struct, eq=False, dict=True):
     """A subtree of a template: its path, and the indices of its leaves among those of the template (``members``).
 
     ``order`` is its position among the leaves, from 0 to 1."""
 
-    path: Path
+    path: Segments
     members: list[int]
-    signature: Signature
+    signature: SubtreeSignature
     order: float
     leaves: list[Pooled]
 
@@ -80,12 +80,12 @@ class Node(Struct, eq=False, dict=True):
         return bag(segment for at in self.members for segment in self.leaves[at].path[len(self.path) :])
 
 
-Near = Mapping[Path, Counter[Path]]
+Near = Mapping[Segments, Counter[Segments]]
 """For each module of one side, the number of its certain leaves in each module of the other side."""
 
 Scores = list[list[float]]
 
-Groups = Mapping[Signature, tuple[list[Node], list[Node]]]  # the subtrees of each signature on both sides
+Groups = Mapping[SubtreeSignature, tuple[list[Subtree], list[Subtree]]]  # the subtrees of each signature on both sides
 
 
 class Label(IntEnum):
@@ -106,11 +106,11 @@ class Decision(Struct, frozen=True):
     alternatives: tuple[tuple[Leaf, ...], ...]
 
 
-class _Pair(Struct, frozen=True):
-    source: Node
-    target: Node
+class _SubtreePair(Struct, frozen=True):
+    source: Subtree
+    target: Subtree
     label: Label
-    alternatives: tuple[Node, ...]
+    alternatives: tuple[Subtree, ...]
 
 
 class _Pool(Struct, frozen=True):
@@ -121,12 +121,12 @@ class _Pool(Struct, frozen=True):
     labels: tuple[Label, ...]
 
 
-class _Level(Struct, frozen=True):
+class _TreeLevel(Struct, frozen=True):
     """A template while its subtrees are matched. It is complete if both sides have equal leaves."""
 
-    key: Key
+    key: TemplateKey
     pool: _Pool
-    places: tuple[Places, Places]
+    places: tuple[ListPlaces, ListPlaces]
     is_complete: bool
 
 
@@ -142,11 +142,11 @@ class Matcher(Struct):
     without: frozenset[Choice] = frozenset()
     choices: dict[Choice, float] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
-    _pools: dict[Key, list[_Pool]] = field(default_factory=dict)
-    _heap: list[tuple[int, int, Key]] = field(default_factory=list)
-    _votes: dict[tuple[Path, Path], dict[Key, int]] = field(default_factory=dict)
-    _others: dict[tuple[Path, Path], dict[Key, int]] = field(default_factory=dict)
-    _shown: set[tuple[Key, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
+    _pools: dict[TemplateKey, list[_Pool]] = field(default_factory=dict)
+    _heap: list[tuple[int, int, TemplateKey]] = field(default_factory=list)
+    _votes: dict[tuple[Segments, Segments], dict[TemplateKey, int]] = field(default_factory=dict)
+    _others: dict[tuple[Segments, Segments], dict[TemplateKey, int]] = field(default_factory=dict)
+    _shown: set[tuple[TemplateKey, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
     _near: tuple[Near, Near] = field(default_factory=lambda: ({}, {}))
 
     def match(self, source: Sequence[Leaf], target: Sequence[Leaf]) -> None:
@@ -172,9 +172,9 @@ class Matcher(Struct):
             sources, targets = [pool.source for pool in pools], [pool.target for pool in pools]
             self._level(_Pool(_stacked(sources), _stacked(targets), labels), key)
 
-    def _level(self, pool: _Pool, key: Key) -> None:
+    def _level(self, pool: _Pool, key: TemplateKey) -> None:
         """Match the subtrees of one template; the root has no key."""
-        groups: dict[Signature, tuple[list[Node], list[Node]]] = defaultdict(lambda: ([], []))
+        groups: dict[SubtreeSignature, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
         kinds: defaultdict[object, int] = defaultdict(lambda: len(kinds))
         signatures = [[kinds[leaf.signature] for leaf in leaves] for leaves in (pool.source, pool.target)]
         for side, leaves in enumerate((pool.source, pool.target)):
@@ -182,7 +182,7 @@ class Matcher(Struct):
                 groups[node.signature][side].append(node)
         taken: tuple[set[int], set[int]] = (set(), set())
         places = _places(pool.source), _places(pool.target)
-        level = _Level(key, pool, places, sorted(signatures[0]) == sorted(signatures[1]))
+        level = _TreeLevel(key, pool, places, sorted(signatures[0]) == sorted(signatures[1]))
         crossed = _crossed(groups, places)
         for signature in sorted((each for each in groups if each not in crossed), key=len, reverse=True):
             here, there = (
@@ -212,7 +212,7 @@ class Matcher(Struct):
             heapq.heappush(self._heap, (-len(pool.source), len(self._pools) + len(self.decisions), key))
         self._pools[key].append(pool)
 
-    def _pairs(self, source: list[Node], target: list[Node], level: _Level) -> Iterator[_Pair]:
+    def _pairs(self, source: list[Subtree], target: list[Subtree], level: _TreeLevel) -> Iterator[_SubtreePair]:
         if not source or not target:
             return
         if len(source) == len(target) and _is_run(source) and _is_run(target):
@@ -229,7 +229,9 @@ class Matcher(Struct):
         else:
             yield from self._pairs_by_score(source, target, level)
 
-    def _pairs_by_number(self, source: list[Node], target: list[Node], level: _Level) -> Iterator[_Pair]:
+    def _pairs_by_number(
+        self, source: list[Subtree], target: list[Subtree], level: _TreeLevel
+    ) -> Iterator[_SubtreePair]:
         """Yield the pairs of two lists of equal length, which may be numbered from either end."""
         label = min(Label.CERTAIN if level.is_complete else Label.LIKELY, _counted(source, target))
         ours, theirs = _by_number(source), _by_number(target)
@@ -249,9 +251,11 @@ class Matcher(Struct):
             theirs.reverse()
             label = min(label, Label.LIKELY)
         for one, other in zip(ours, theirs, strict=True):
-            yield _Pair(one, other, label, ())
+            yield _SubtreePair(one, other, label, ())
 
-    def _pairs_by_score(self, source: list[Node], target: list[Node], level: _Level) -> Iterator[_Pair]:
+    def _pairs_by_score(
+        self, source: list[Subtree], target: list[Subtree], level: _TreeLevel
+    ) -> Iterator[_SubtreePair]:
         """Yield the best assignment by names, order, votes and neighbours, each pair with its alternatives."""
         key = level.key
         scores, by_name = self._all_scores(source, target, level)
@@ -281,9 +285,9 @@ class Matcher(Struct):
                 label = Label.CERTAIN if level.is_complete else Label.LIKELY
             else:
                 label = Label.AMBIGUOUS if is_contradicted else Label.LIKELY
-            yield _Pair(one, other, label, tuple(close.values()))
+            yield _SubtreePair(one, other, label, tuple(close.values()))
 
-    def _all_scores(self, source: list[Node], target: list[Node], level: _Level) -> tuple[Scores, Scores]:
+    def _all_scores(self, source: list[Subtree], target: list[Subtree], level: _TreeLevel) -> tuple[Scores, Scores]:
         """Return the scores by all evidence, and the scores without the order, which is no evidence in sorted keys."""
         places, key = level.places, level.key
         scores = self._scores(source, target, places, self.order_weight)
@@ -307,7 +311,12 @@ class Matcher(Struct):
         return scores, _difference(scores, by_order)
 
     def _is_doubtful_tower(
-        self, source: list[Node], target: list[Node], chosen: list[tuple[int, int]], scores: Scores, level: _Level
+        self,
+        source: list[Subtree],
+        target: list[Subtree],
+        chosen: list[tuple[int, int]],
+        scores: Scores,
+        level: _TreeLevel,
     ) -> bool:
         """Return whether the names of towers do not identify them. Then they are not matched as a whole, because only
         one of them may be equal on both sides, and their blocks may say more."""
@@ -318,7 +327,7 @@ class Matcher(Struct):
         named = self._scores(source, target, level.places, 0.0, 0.0) if self.order_weight else scores
         return len(source) != len(target) and any(margin < NARROW for margin in _spare(chosen, named))
 
-    def _is_in_order(self, source: list[Node], target: list[Node], chosen: list[tuple[int, int]]) -> bool:
+    def _is_in_order(self, source: list[Subtree], target: list[Subtree], chosen: list[tuple[int, int]]) -> bool:
         """Return whether the numbers of a list with sorted keys follow the order of the modules on the other side."""
         if not all(_is_run((source, target)[side]) for side in self.sorted_sides):
             return False
@@ -330,15 +339,15 @@ class Matcher(Struct):
         both = sorted(zip(*places, strict=True))
         return all(one[1] <= other[1] for one, other in pairwise(both))
 
-    def _vote(self, ends: tuple[Path, Path], key: Key) -> int:
+    def _vote(self, ends: tuple[Segments, Segments], key: TemplateKey) -> int:
         """Count the instances of other templates in which these two were matched."""
         return sum(count for other, count in self._others.get(ends, {}).items() if other != key)
 
     def _scores(
         self,
-        source: list[Node],
-        target: list[Node],
-        places: Sequence[Places],
+        source: list[Subtree],
+        target: list[Subtree],
+        places: Sequence[ListPlaces],
         order_weight: float,
         number_weight: float = 0.3,
     ) -> list[list[float]]:
@@ -365,9 +374,9 @@ class Matcher(Struct):
         return rows
 
 
-def _nodes(leaves: list[Pooled], signatures: Sequence[int], with_root: bool) -> Iterator[Node]:
+def _nodes(leaves: list[Pooled], signatures: Sequence[int], with_root: bool) -> Iterator[Subtree]:
     """Yield the subtrees, without those that have one child, which stands for them."""
-    below: dict[Path, list[int]] = defaultdict(list)
+    below: dict[Segments, list[int]] = defaultdict(list)
     orders = [leaf.leaves[0].order for leaf in leaves]
     first, last = min(orders, default=0), max(orders, default=0)
     span = max(last - first, 1)
@@ -382,22 +391,22 @@ def _nodes(leaves: list[Pooled], signatures: Sequence[int], with_root: bool) -> 
         if not with_root and len(members) == len(leaves):
             continue
         order = (sum(orders[at] for at in members) / len(members) - first) / span
-        yield Node(path, members, tuple(sorted(signatures[at] for at in members)), order, leaves)
+        yield Subtree(path, members, tuple(sorted(signatures[at] for at in members)), order, leaves)
 
 
-def _is_run(nodes: Sequence[Node]) -> bool:
+def _is_run(nodes: Sequence[Subtree]) -> bool:
     """Return whether nodes differ only by a number in their path."""
     return len(nodes) > 1 and len({template(".".join(node.path)) for node in nodes}) == 1
 
 
-def _equal_runs(source: Sequence[Node], target: Sequence[Node]) -> tuple[list[Node], list[Node]] | None:
+def _equal_runs(source: Sequence[Subtree], target: Sequence[Subtree]) -> tuple[list[Subtree], list[Subtree]] | None:
     """Return the longest list of modules on both sides that is unique in its length, None if there are no others."""
-    sides: list[dict[int, list[list[Node]]]] = []
+    sides: list[dict[int, list[list[Subtree]]]] = []
     for nodes in (source, target):
-        runs: dict[str, list[Node]] = defaultdict(list)
+        runs: dict[str, list[Subtree]] = defaultdict(list)
         for node in nodes:
             runs[template(".".join(node.path))].append(node)
-        lengths: dict[int, list[list[Node]]] = defaultdict(list)
+        lengths: dict[int, list[list[Subtree]]] = defaultdict(list)
         for run in runs.values():
             lengths[len(run)].append(run)
         sides.append(lengths)
@@ -408,7 +417,7 @@ def _equal_runs(source: Sequence[Node], target: Sequence[Node]) -> tuple[list[No
     return None
 
 
-def _counted(source: Sequence[Node], target: Sequence[Node]) -> Label:
+def _counted(source: Sequence[Subtree], target: Sequence[Subtree]) -> Label:
     """Return the label that the numbers allow: equal names with other numbers may be other layers, unless large blocks
     in the order of their numbers show that the lists only start at another number."""
     if template(".".join(source[0].path)) != template(".".join(target[0].path)):
@@ -422,7 +431,7 @@ def _counted(source: Sequence[Node], target: Sequence[Node]) -> Label:
     return Label.AMBIGUOUS if is_shifted and not (in_order and len(source[0].members) >= LARGE) else Label.LIKELY
 
 
-def _end(path: Path, places: Places) -> Path:
+def _end(path: Segments, places: ListPlaces) -> Segments:
     """Return the name of a module or leaf inside its template, with the lengths of the lists that it is in: the second
     of two differs from the second of three."""
     end = path[-2:] if kind(path) or (path and path[-1] in STATISTICS) else path[-1:]
@@ -430,27 +439,27 @@ def _end(path: Path, places: Places) -> Path:
     return end + tuple(str(places[front][1]) for front in numbered if front in places)
 
 
-def _ends(source: Node, target: Node, places: Sequence[Places]) -> tuple[Path, Path]:
+def _ends(source: Subtree, target: Subtree, places: Sequence[ListPlaces]) -> tuple[Segments, Segments]:
     return _end(source.path, places[0]), _end(target.path, places[1])
 
 
-def _by_number(nodes: Sequence[Node]) -> list[Node]:
+def _by_number(nodes: Sequence[Subtree]) -> list[Subtree]:
     return sorted(nodes, key=lambda node: numbers(node.path))
 
 
-def _is_rising(nodes: Sequence[Node]) -> bool:
+def _is_rising(nodes: Sequence[Subtree]) -> bool:
     """Return whether modules are in this order in their file."""
     return nodes[0].order < nodes[-1].order
 
 
-def _list(nodes: Sequence[Node], leaves: Sequence[Pooled]) -> Path:
+def _list(nodes: Sequence[Subtree], leaves: Sequence[Pooled]) -> Segments:
     """Return the path of a list of modules from the root of its file."""
     one, other = (_paths(node, leaves)[0] for node in nodes[:2])
     at = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     return one[: at + (not one[at].isdigit())]
 
 
-def _may_count_down(lists: Sequence[Path]) -> bool:
+def _may_count_down(lists: Sequence[Segments]) -> bool:
     """Return whether lists with different names are in an upsampling path, which some libraries number from the deepest
     module."""
     is_named = len({template(".".join(path)) for path in lists}) == 1
@@ -459,14 +468,14 @@ def _may_count_down(lists: Sequence[Path]) -> bool:
     return not is_named and not BACKWARD.isdisjoint(words | fronts)
 
 
-def _same_end(one: Node, other: Node) -> bool:
+def _same_end(one: Subtree, other: Subtree) -> bool:
     """Return whether two modules or leaves have the same name."""
     return (
         bool(one.path and other.path) and module(one.path) == module(other.path) and kind(one.path) == kind(other.path)
     )
 
 
-def _are_named(source: Sequence[Node], target: Sequence[Node]) -> bool:
+def _are_named(source: Sequence[Subtree], target: Sequence[Subtree]) -> bool:
     """Return whether the modules or leaves have the same names on both sides, without duplicates."""
     ours, theirs = ({(module(node.path), kind(node.path)) for node in nodes if node.path} for nodes in (source, target))
     return ours == theirs and len(ours) == len(source) == len(target)
@@ -507,7 +516,7 @@ def _stacked(instances: Sequence[list[Pooled]]) -> list[Pooled]:
     ]
 
 
-def _ranks(nodes: list[Node]) -> list[float]:
+def _ranks(nodes: list[Subtree]) -> list[float]:
     """Return the ranks by order, from 0 to 1; ties share the mean."""
     orders = sorted(node.order for node in nodes)
     sums = (bisect_left(orders, node.order) + bisect_right(orders, node.order) - 1 for node in nodes)
@@ -515,7 +524,7 @@ def _ranks(nodes: list[Node]) -> list[float]:
 
 
 def _neighbours(decisions: Sequence[Decision]) -> tuple[Near, Near]:
-    near: tuple[dict[Path, Counter[Path]], ...] = defaultdict(Counter), defaultdict(Counter)
+    near: tuple[dict[Segments, Counter[Segments]], ...] = defaultdict(Counter), defaultdict(Counter)
     for each in decisions:
         for one, other, label in zip(each.source, each.target, each.labels, strict=True):
             if label >= Label.CERTAIN:
@@ -525,13 +534,13 @@ def _neighbours(decisions: Sequence[Decision]) -> tuple[Near, Near]:
     return near[0], near[1]
 
 
-def _paths(node: Node, leaves: Sequence[Pooled]) -> list[Path]:
+def _paths(node: Subtree, leaves: Sequence[Pooled]) -> list[Segments]:
     """Return the paths of the instances of a module from the root of its file."""
     pooled = leaves[node.members[0]]
     return [leaf.path[: len(leaf.path) - len(pooled.path)] + node.path for leaf in pooled.leaves]
 
 
-def _nearness(ones: Sequence[Path], others: Sequence[Path], near: tuple[Near, Near]) -> float:
+def _nearness(ones: Sequence[Segments], others: Sequence[Segments], near: tuple[Near, Near]) -> float:
     """Return how near a match would be to the matches of certain neighbours, from 0 to 1."""
     total = 0.0
     for pair in zip(ones, others, strict=True):
@@ -545,21 +554,21 @@ def _nearness(ones: Sequence[Path], others: Sequence[Path], near: tuple[Near, Ne
     return total / len(ones)
 
 
-def _places(leaves: list[Pooled]) -> Places:
+def _places(leaves: list[Pooled]) -> ListPlaces:
     """Return the index of each numbered module among its siblings with similar leaves, and the number of siblings with
     its name.
 
     Siblings with an additional leaf count, such as the first block of T5, but not siblings of another kind."""
-    inside: dict[Path, set[str]] = defaultdict(set)
-    runs: dict[tuple[Path, str], dict[Path, None]] = defaultdict(dict)
+    inside: dict[Segments, set[str]] = defaultdict(set)
+    runs: dict[tuple[Segments, str], dict[Segments, None]] = defaultdict(dict)
     for leaf in leaves:
         for depth, segment in enumerate(leaf.path):
             if template(segment) != segment:
                 inside[leaf.path[: depth + 1]].add(template(".".join(leaf.path[depth + 1 :])))
                 runs[leaf.path[:depth], template(segment)][leaf.path[: depth + 1]] = None
-    places: dict[Path, tuple[int, int]] = {}
+    places: dict[Segments, tuple[int, int]] = {}
     for run in runs.values():
-        kinds: list[list[Path]] = []
+        kinds: list[list[Segments]] = []
         for path in sorted(run, key=lambda path: numbers(path[-1:])):
             own = inside[path]
             alike = (each for each in kinds if 2 * len(own & inside[each[0]]) >= len(own | inside[each[0]]))
@@ -571,10 +580,10 @@ def _places(leaves: list[Pooled]) -> Places:
     return places
 
 
-def _crossed(groups: Groups, places: Sequence[Places]) -> set[Signature]:
+def _crossed(groups: Groups, places: Sequence[ListPlaces]) -> set[SubtreeSignature]:
     """Return the signatures of subtrees that are equal although others in their lists are in another order: if a layer
     between stages belongs to the previous stage on one side and to the next on the other, stages may look alike."""
-    lists: dict[tuple[Path, Path, int], list[tuple[Signature, int, int]]] = defaultdict(list)
+    lists: dict[tuple[Segments, Segments, int], list[tuple[SubtreeSignature, int, int]]] = defaultdict(list)
     for signature, (source, target) in groups.items():
         if len(source) == len(target) == 1:
             one, other = source[0].path, target[0].path
@@ -590,7 +599,7 @@ def _crossed(groups: Groups, places: Sequence[Places]) -> set[Signature]:
     }
 
 
-def _is_moved(one: Node, other: Node, places: Sequence[Places]) -> bool:
+def _is_moved(one: Subtree, other: Subtree, places: Sequence[ListPlaces]) -> bool:
     """Return whether two large modules have different indices in their lists, or the lists have other lengths."""
     ours, theirs = (
         next((side[node.path[:depth]] for depth in range(len(node.path), 0, -1) if node.path[:depth] in side), (0, 0))
@@ -599,7 +608,7 @@ def _is_moved(one: Node, other: Node, places: Sequence[Places]) -> bool:
     return len(one.members) >= LARGE and min(ours[1], theirs[1]) > 1 and ours != theirs
 
 
-def _numbered(node: Node, places: Places) -> list[tuple[int, int]]:
+def _numbered(node: Subtree, places: ListPlaces) -> list[tuple[int, int]]:
     fronts = (node.path[: depth + 1] for depth in range(len(node.path)))
     return [places[front] for front in fronts if places.get(front, (0, 1))[1] > 1]
 

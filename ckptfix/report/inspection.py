@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
+from ckptfix.core.checkpoint import Checkpoint, ContainerPath, PathPart, path_name
 from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque, tensors_in
@@ -180,7 +180,7 @@ def covered_bytes(specs: Iterable[TensorSpec]) -> int:
 def extras(checkpoint: Checkpoint) -> dict[str, str]:
     """Return what the container holds outside the state_dict, described, by path."""
     found: dict[str, str] = {}
-    place: tuple[PathPart, ...] = ()
+    place: ContainerPath = ()
     here = checkpoint.root
     for step in checkpoint.container:
         members = children(here) or {}

@@ -12,6 +12,7 @@ from itertools import chain, product
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptfix.core.parts import Shape
 from ckptfix.core.wrappers import bare
 from ckptfix.maps.optimizer_states import Optimizer, fits
 from ckptfix.maps.positions import Naming, named_by_itself, namings, runs_of, stored_names
@@ -26,7 +27,7 @@ from ckptfix.maps.recipes import (
     may_list,
     own_groups,
 )
-from ckptfix.rules.origins import Change, Shape
+from ckptfix.rules.origins import Change
 
 
 class OptimizerScope(Struct, frozen=True):

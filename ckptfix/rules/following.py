@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.edits import Edit, Moments, Regroup
-from ckptfix.core.parts import Part
+from ckptfix.core.parts import Part, Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
 from ckptfix.maps.optimizer_states import BLOCKWISE, SCALARS, Optimizer, beginning, logical_shape, values_in
@@ -34,7 +34,7 @@ from ckptfix.rules.evidence import (
     known_recipes,
     widths,
 )
-from ckptfix.rules.origins import Change, Shape
+from ckptfix.rules.origins import Change
 
 STEP = "step"  # the step count in a row, a tensor of one element since torch 1.12
 

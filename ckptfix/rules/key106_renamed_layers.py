@@ -64,7 +64,7 @@ from ckptfix.core.coverage import obstacles
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import MODEL, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.lazy import torch
-from ckptfix.core.parts import Part, Shape, full, used_in_full
+from ckptfix.core.parts import Part, Shape, Shapes, full, used_in_full
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import two_sets
@@ -102,9 +102,10 @@ PROOF = (
     Remedy.of("proves it with the model that the file was saved from", source_model=MODEL),
 )
 
-Specs = Mapping[str, Shape]
-Ties = Mapping[str, tuple[str, ...]]  # every tied key with its whole group
-Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | None  # of the file and of the reference
+TieGroups = Mapping[str, tuple[str, ...]]  # every tied key with its whole group
+ValuesOfBoth = (
+    tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | None
+)  # of the file and of the reference
 
 
 def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
@@ -113,7 +114,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     if two_sets(checkpoint.entries) or any(".base_layer." in key for key in checkpoint.entries):
         return  # the layers have an adapter's names, which is merged first
     source, wanted = _sides(context, target)
-    values: Values = None
+    values: ValuesOfBoth = None
     if target.reference is not None and context.settings.values and _is_left_over(source, wanted):
         values = _values(checkpoint, target.reference, source, wanted)
     converters = source_model.converts if source_model is not None else None, target.converts
@@ -280,7 +281,7 @@ def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
     }
 
 
-def _as_whole(given: dict[str, Shape], shapes: Specs, parts: Mapping[str, Collection[str]]) -> dict[str, Shape]:
+def _as_whole(given: dict[str, Shape], shapes: Shapes, parts: Mapping[str, Collection[str]]) -> dict[str, Shape]:
     """Return the shapes with one entry for each weight that is in parts, under the weight's name."""
     if not parts:
         return given
@@ -307,7 +308,7 @@ def _slots(target: Target) -> dict[str, Shape]:
     }
 
 
-def _everything(checkpoint: Checkpoint, target: Target) -> tuple[Specs, Specs]:
+def _everything(checkpoint: Checkpoint, target: Target) -> tuple[Shapes, Shapes]:
     """Return the shapes of all tensors of both sides, for a library's own conversion."""
     ours = {
         key: spec.shape for key, spec in checkpoint.specs.items() if spec.storage is not None and not spec.quantizer
@@ -319,7 +320,7 @@ def _takes_part(key: str, dtype: str) -> bool:
     return DTYPES[dtype].is_float or key.endswith(COUNTER)
 
 
-def _inference(source: Specs, target: Specs, tied: Ties) -> Inference | None:
+def _inference(source: Shapes, target: Shapes, tied: TieGroups) -> Inference | None:
     """Return the map; None if the names already fit, or no map explains the file."""
     wanted = {key for key in target if key.rpartition(".")[2] != COUNTER}
     unplaced = {key for key in wanted if source.get(key) != target[key]}
@@ -354,12 +355,12 @@ def _passed_on(unplaced: set[str], inference: Inference) -> set[str]:
     return found
 
 
-def _is_moved(source: Specs, target: Specs) -> bool:
+def _is_moved(source: Shapes, target: Shapes) -> bool:
     """Return whether a matrix of the target has no source of its name and shape; vectors are too alike to count."""
     return any(len(shape) > 1 and source.get(key) != shape for key, shape in target.items())
 
 
-def _is_left_over(source: Specs, target: Specs) -> bool:
+def _is_left_over(source: Shapes, target: Shapes) -> bool:
     """Return whether a leftover tensor has the shape of a missing one, or a matrix has no source."""
     left = {shape for key, shape in source.items() if target.get(key) != shape}
     return _is_moved(source, target) or any(
@@ -371,7 +372,7 @@ def _is_much(moved: int, number: int) -> bool:
     return moved >= max(UNPLACED * number, LARGE)
 
 
-def _values(checkpoint: Checkpoint, reference: Checkpoint, source: Specs, target: Specs) -> Values:
+def _values(checkpoint: Checkpoint, reference: Checkpoint, source: Shapes, target: Shapes) -> ValuesOfBoth:
     """Return the values of both sides, memory-mapped; None if one of them cannot be read as stored."""
     with suppress(CkptfixError):
         sides = checkpoint.state_dict(mmap=True), reference.state_dict(mmap=True)
@@ -385,13 +386,13 @@ def _values(checkpoint: Checkpoint, reference: Checkpoint, source: Specs, target
     return None
 
 
-def _explained(source: Specs, target: Specs, tied: Ties, values: Values) -> Inference | None:
+def _explained(source: Shapes, target: Shapes, tied: TieGroups, values: ValuesOfBoth) -> Inference | None:
     """Return the map from names and shapes, and from the values of both sides if they are from the same training."""
     inference = _inference(source, target, tied)
     return inference if values is None else by_values(inference, source, target, *values)
 
 
-def _relabelled(moves: Moves, source: Specs, target: Specs, tied: Ties, values: Values) -> Moves:
+def _relabelled(moves: Moves, source: Shapes, target: Shapes, tied: TieGroups, values: ValuesOfBoth) -> Moves:
     """Return the moves with their labels after a second inference on the resulting file.
 
     An ambiguous move becomes likely if the second inference finds it too. If that would move anything else, the map
@@ -417,7 +418,7 @@ def _relabelled(moves: Moves, source: Specs, target: Specs, tied: Ties, values: 
 
 
 def _moved_next(
-    moves: Moves, source: Specs, target: Specs, tied: Ties, values: Values
+    moves: Moves, source: Shapes, target: Shapes, tied: TieGroups, values: ValuesOfBoth
 ) -> Iterator[tuple[str, tuple[Part, ...]]]:
     """Yield what a second inference would move after these moves."""
     made: dict[str, list[str]] = defaultdict(list)

@@ -21,6 +21,7 @@ from ckptfix.core.parts import full
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Equivalence
+from ckptfix.core.spec import TypedShape
 from ckptfix.core.target import target_from_module
 from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import CkptfixError, Opt, TargetError
@@ -51,7 +52,7 @@ _EPSILON = 1e-6
 _STATISTICS = ("running_mean", "running_var")
 _EPSILONS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 
-Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+TypedShapes = Mapping[str, TypedShape]
 Outputs = Sequence[tuple[str, "torch.Tensor"]]
 # Outputs to compare: their indices, then the side to take a slice of (0, 1, or -1 for none), the axis and the index.
 Alignment = tuple[tuple[int, int, int, int, int], ...]
@@ -120,7 +121,7 @@ def compare_twins(job: Mapping[str, Any]) -> Equivalence:
         torch.set_default_dtype(torch.float64)
         plans = [Plan.from_json(plan) for plan in job["plans"]]
         shapes = {key: (dtype, tuple(shape)) for key, (dtype, shape) in job["shapes"].items()}
-        pair = _Pair(models[0].double().eval(), models[1].double().eval(), shapes, plans, job["seed"])
+        pair = _ModelPair(models[0].double().eval(), models[1].double().eval(), shapes, plans, job["seed"])
         with torch.no_grad():
             return pair.examine(plans, parse_inputs(job["inputs"]), until)
     except NotLoadedError as error:
@@ -138,10 +139,12 @@ class _DoubtError(CkptfixError):
     """Why the two models cannot be compared."""
 
 
-class _Pair:
+class _ModelPair:
     """Both models in float64, and random values under the names of the file."""
 
-    def __init__(self, source: nn.Module, target: nn.Module, shapes: Shapes, plans: Sequence[Plan], seed: int) -> None:
+    def __init__(
+        self, source: nn.Module, target: nn.Module, shapes: TypedShapes, plans: Sequence[Plan], seed: int
+    ) -> None:
         self.target, self.seed = target, seed
         landing = _landing(shapes, plans, target)
         self.values, self.signed = (_values(shapes, source, seed, landing, signs) for signs in (False, True))
@@ -335,7 +338,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _landing(shapes: Shapes, plans: Sequence[Plan], target: nn.Module) -> set[str]:
+def _landing(shapes: TypedShapes, plans: Sequence[Plan], target: nn.Module) -> set[str]:
     """Return the keys of the file that every map moves to the target, whole or in parts."""
     sizes, places = {key: shape for key, (_, shape) in shapes.items()}, target.state_dict().keys()
     return set(shapes).intersection(
@@ -344,7 +347,7 @@ def _landing(shapes: Shapes, plans: Sequence[Plan], target: nn.Module) -> set[st
 
 
 def _values(
-    shapes: Shapes, source: nn.Module, seed: int, landing: Collection[str], signs: bool
+    shapes: TypedShapes, source: nn.Module, seed: int, landing: Collection[str], signs: bool
 ) -> dict[str, torch.Tensor]:
     """Return values for the keys of the file. Weights, statistics and buffers that the target has too are random;
     counts and constants of only the source model are its own. With ``signs``, only variances are all positive."""

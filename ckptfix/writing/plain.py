@@ -15,7 +15,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ckptfix.bytes.limits import shown
-from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
+from ckptfix.core.checkpoint import Checkpoint, ContainerPath, path_name
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Plain
 from ckptfix.core.facts import Kind
@@ -109,7 +109,7 @@ class _Plainer:
         self._done: dict[int, tuple[Any, Any]] = {}
         self._open: set[int] = set()
 
-    def convert(self, value: Any, path: tuple[PathPart, ...], depth: int) -> Any:
+    def convert(self, value: Any, path: ContainerPath, depth: int) -> Any:
         """Return the plain form of the value at ``path``."""
         if depth > DEPTH_LIMIT:
             raise HostileError(
@@ -138,7 +138,7 @@ class _Plainer:
         self._done[id(value)] = (value, made)  # the value is kept alive, or its id could return
         return made
 
-    def _state_dict(self, value: Any, path: tuple[PathPart, ...], depth: int) -> Any:
+    def _state_dict(self, value: Any, path: ContainerPath, depth: int) -> Any:
         if isinstance(value, Opaque):
             self._note(path, str(value.cls), "state_dict")
         entries: dict[str, Any] = dict(self.checkpoint.entries)
@@ -156,11 +156,11 @@ class _Plainer:
             made.__dict__["_metadata"] = rows  # as torch saves it
         return made
 
-    def _note(self, path: tuple[PathPart, ...], before: str, after: str) -> None:
+    def _note(self, path: ContainerPath, before: str, after: str) -> None:
         where = path_name(path)
         self.conversions.setdefault((where, before), Plain(where, before, after))
 
-    def _container(self, value: Any, path: tuple[PathPart, ...], depth: int) -> Any:
+    def _container(self, value: Any, path: ContainerPath, depth: int) -> Any:
         # A list or dict is recorded before it is filled: it may contain itself.
         if isinstance(value, list):
             items: list[Any] = []
@@ -204,7 +204,7 @@ class _Plainer:
             return TensorSpec(value.dtype, (count,), (1,), value.storage)
         return value  # an object of a state_dict in memory, which is returned to the caller unchanged
 
-    def _key(self, key: Any, path: tuple[PathPart, ...]) -> Any:
+    def _key(self, key: Any, path: ContainerPath) -> Any:
         if isinstance(key, Opaque) and (known := known_form(key)) is not None:
             before, key = _class_name(key), known(key)
             self._note(path, f"key {before}", type(key).__name__)
@@ -223,7 +223,7 @@ class _Plainer:
             else f"<{_class_name(key)} {shown(key)}>"
         )
 
-    def _object(self, value: Opaque | Global | NumpyArray, path: tuple[PathPart, ...], depth: int) -> Any:
+    def _object(self, value: Opaque | Global | NumpyArray, path: ContainerPath, depth: int) -> Any:
         if isinstance(value, Global):
             if is_native_global(value):
                 return value

@@ -21,9 +21,10 @@ from msgspec.structs import replace
 from ckptfix.core.config import parse_toml
 from ckptfix.core.finding import counted
 from ckptfix.core.likeness import Fit, Likeness
+from ckptfix.core.parts import Shapes
 from ckptfix.core.wording import first_names, no_option, typed
 from ckptfix.errors import one_line
-from ckptfix.known.recognition import Shapes, recognise
+from ckptfix.known.recognition import recognise
 from ckptfix.known.table import table
 from ckptfix.modules.named import SCHEMES
 from ckptfix.reading.weights.containers import is_averaged

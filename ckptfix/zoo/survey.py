@@ -22,10 +22,11 @@ from msgspec import Struct
 from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.facts import Kind
 from ckptfix.core.objects import Opaque
+from ckptfix.core.parts import Shapes
 from ckptfix.core.progress import Task
 from ckptfix.core.wrappers import bare, colliding, segments_in
 from ckptfix.errors import CkptfixError, HostileError
-from ckptfix.known.recognition import Shapes, modern_name
+from ckptfix.known.recognition import modern_name
 from ckptfix.known.table import is_passing
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.weights.modules import module_parts

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, Shape, full
+from ckptfix.core.parts import Part, Shape, Shapes, full
 from ckptfix.core.rename_map import MapRule, RenameMap, read_map
 from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, PlanError, UsageError
 from ckptfix.maps.matches import Inference, Match
-from ckptfix.maps.resolving import Line, Move, Shapes, inverse, parsed, resolve
+from ckptfix.maps.resolving import Move, ParsedRule, inverse, parsed, resolve
 from ckptfix.maps.trees import Label
 
 FOLDER = Path(__file__).parent
@@ -81,7 +81,7 @@ def named_map(path: str | os.PathLike[str]) -> RenameMap:
 
 
 @lru_cache
-def _directions(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
+def _directions(name: str) -> tuple[tuple[RenameMap, tuple[ParsedRule, ...]], ...]:
     forth = shipped(name)
     rules = (*forth.rules, *_KEPT.get(name, ()))
     within = [
@@ -92,7 +92,7 @@ def _directions(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
 
 
 @lru_cache
-def _forms(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
+def _forms(name: str) -> tuple[tuple[RenameMap, tuple[ParsedRule, ...]], ...]:
     """Return the directions of a map, and those for a model without a head, whose keys lack the first segment."""
     forth = shipped(name)
     body = {rule.target.partition(".")[0] for rule in forth.rules if not rule.optional}
@@ -157,7 +157,7 @@ def aliases(source: Shapes) -> Iterator[tuple[str, Move]]:
                     yield from resolve(rename_map, source).items()
 
 
-def _is_for(rename_map: RenameMap, lines: Iterable[Line], source: Shapes) -> bool:
+def _is_for(rename_map: RenameMap, lines: Iterable[ParsedRule], source: Shapes) -> bool:
     """Return whether a map applies to a file: every rule that is not optional matches a key."""
     if any(source.get(key, shape) != shape for key, shape in rename_map.shapes):
         return False

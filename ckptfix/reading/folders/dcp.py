@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import Content, WindowContent, is_torn
-from ckptfix.core.checkpoint import PathPart
+from ckptfix.core.checkpoint import ContainerPath, PathPart
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, box_at, extent, numel
@@ -72,7 +72,7 @@ class StoredMetadata(Struct, frozen=True):
     globals that the pickle names."""
 
     items: Mapping[str, Stored]
-    paths: Mapping[str, tuple[PathPart, ...]]
+    paths: Mapping[str, ContainerPath]
     names: frozenset[str]
 
 
@@ -82,7 +82,7 @@ def merged_metadata(parts: Sequence[StoredMetadata]) -> StoredMetadata:
     Tensors that several ranks saved keep all locations, so that they can be compared. Other objects are those of the
     first rank. Raises ``ValueError`` if ranks saved different tensors under one name."""
     items: dict[str, Stored] = {}
-    paths: dict[str, tuple[PathPart, ...]] = {}
+    paths: dict[str, ContainerPath] = {}
     for part in parts:
         for name, item in part.items.items():
             before = items.setdefault(name, item)
@@ -160,7 +160,7 @@ def _location(value: Any) -> Location:
     return Location(file, offset, nbytes)
 
 
-def _path(parts: Any) -> tuple[PathPart, ...]:
+def _path(parts: Any) -> ContainerPath:
     if not isinstance(parts, (tuple, list)) or not parts or any(type(part) not in (str, int) for part in parts):
         raise ValueError(f"{shown(parts)} is not a path")
     return tuple(parts)

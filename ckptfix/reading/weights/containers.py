@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import NAME_DIGITS, shown
-from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, is_inside, path_name, value_at
+from ckptfix.core.checkpoint import Candidate, Checkpoint, ContainerPath, PathPart, is_inside, path_name, value_at
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
@@ -145,7 +145,7 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
     return replace(checkpoint, picked={key: name for key, name in picked.items() if key in entries})
 
 
-def _holds_figures(root: Any, found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]]) -> bool:
+def _holds_figures(root: Any, found: Mapping[ContainerPath, Mapping[Any, Any]]) -> bool:
     """Return whether an object has only arrays, and none with the name of a layer, as a ``VecNormalize`` has."""
     if not isinstance(root, Opaque) or is_module(root):
         return False
@@ -186,10 +186,10 @@ def _mapping(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any, Any]]]:
+def _search(document: Document) -> Iterator[tuple[ContainerPath, dict[Any, Any]]]:
     """Yield every mapping with tensors and every module's state_dict with its path, each object once."""
     seen: set[int] = set()
-    pending: deque[tuple[tuple[PathPart, ...], Any]] = deque([((), document.root)])
+    pending: deque[tuple[ContainerPath, Any]] = deque([((), document.root)])
     while pending:
         path, value = pending.popleft()
         if id(value) in seen or len(path) > SEARCH_DEPTH:
@@ -257,7 +257,7 @@ def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
     return below < direct or (below == direct and any("." in str(key) for key in mapping))
 
 
-def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tuple[PathPart, ...], dict[Any, Any]]:
+def _believable(found: Mapping[ContainerPath, dict[Any, Any]]) -> dict[ContainerPath, dict[Any, Any]]:
     """Return the found mappings that may be weights, without loose tensors around them and arrays beside tensors."""
     sets = {path: mapping for path, mapping in found.items() if _is_set(mapping)}
     if not sets:
@@ -307,11 +307,11 @@ def _named_by_model(root: Any) -> tuple[Words, ...]:
 
 def _pick(
     document: Document,
-    found: Mapping[tuple[PathPart, ...], Any],
-    ranked: list[tuple[PathPart, ...]],
+    found: Mapping[ContainerPath, Any],
+    ranked: list[ContainerPath],
     name: str,
     narrow: bool,
-) -> tuple[tuple[PathPart, ...], Any, dict[str, str] | None]:
+) -> tuple[ContainerPath, Any, dict[str, str] | None]:
     """Return the path of the state_dict that ``name`` means, the state_dict, and the picked keys with their new names.
 
     The name may be the path of a state_dict (then all of it is meant, and the third value is None), the prefix of some
@@ -349,9 +349,7 @@ def _pick(
     )
 
 
-def _entries(
-    document: Document, value: Mapping[Any, Any], path: tuple[PathPart, ...]
-) -> tuple[dict[str, Any], list[Fact]]:
+def _entries(document: Document, value: Mapping[Any, Any], path: ContainerPath) -> tuple[dict[str, Any], list[Fact]]:
     """Return the state_dict with text keys, and arrays as tensors if it has no torch tensors; and remarks."""
     remarks: list[Fact] = []
     arrays_only = not any(isinstance(entry, TensorSpec) for entry in value.values())
@@ -410,7 +408,7 @@ def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
 
 
 def beside(
-    ranked: list[Candidate], found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]], taken: tuple[PathPart, ...]
+    ranked: list[Candidate], found: Mapping[ContainerPath, Mapping[Any, Any]], taken: ContainerPath
 ) -> Iterator[Fact]:
     """Yield a fact for each candidate that was not taken and has too few tensors to be offered, but many elements and
     keys like those of layers: a part of a nested state_dict, or the smaller of two networks.
@@ -426,9 +424,9 @@ def beside(
 
 def _unread(
     root: Any,
-    taken: tuple[PathPart, ...],
+    taken: ContainerPath,
     ranked: list[Candidate],
-    found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]],
+    found: Mapping[ContainerPath, Mapping[Any, Any]],
 ) -> Iterator[Fact]:
     """Yield a fact if most tensors and elements are outside the state_dicts that are taken or offered, and outside
     optimizers."""
@@ -446,7 +444,7 @@ def _unread(
         yield Fact.of(Kind.MOST_UNREAD, path_name(taken), unread=len(left), read=len(found[taken]), others=others[:1])
 
 
-def _averages_in_lists(root: Any, path: tuple[PathPart, ...], state_dict: Mapping[Any, Any]) -> Iterator[Fact]:
+def _averages_in_lists(root: Any, path: ContainerPath, state_dict: Mapping[Any, Any]) -> Iterator[Fact]:
     """Yield a fact for each averaged set of a state_dict that is stored as a list of parameters."""
     for place, tensors in listed_sets(root):
         if is_averaged(*place) and names_in_order(tensors, parameters_of(state_dict)):

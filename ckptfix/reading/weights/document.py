@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
-from ckptfix.core.checkpoint import PathPart
+from ckptfix.core.checkpoint import ContainerPath
 from ckptfix.core.facts import ABSENT, Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
@@ -90,19 +90,19 @@ def share_text(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None]) 
     return f" ({100 * kept / (kept + gone):.3g} % of the numbers)" if kept + gone else ""
 
 
-def without_torn(root: Any, container: tuple[PathPart, ...]) -> tuple[Any, list[tuple[PathPart, ...]]]:
+def without_torn(root: Any, container: ContainerPath) -> tuple[Any, list[ContainerPath]]:
     """Return the container without members beside the weights that contain lost tensors, and the paths of these.
 
     Members are removed from dicts and replaced by None in lists. The state_dict at path ``container`` is not
     changed."""
-    left_out: list[tuple[PathPart, ...]] = []
+    left_out: list[ContainerPath] = []
 
-    def is_lost(child: Any, path: tuple[PathPart, ...]) -> bool:
+    def is_lost(child: Any, path: ContainerPath) -> bool:
         if is_torn_inside := _has_torn(child):
             left_out.append(path)
         return is_torn_inside
 
-    def pruned(value: Any, path: tuple[PathPart, ...]) -> Any:
+    def pruned(value: Any, path: ContainerPath) -> Any:
         if path == container or not isinstance(value, (dict, list, tuple)):
             return value
         step = container[len(path)]

@@ -11,16 +11,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptfix.core.buffers import RUNNING_STATISTICS, split_key
-from ckptfix.core.checkpoint import PathPart, is_inside, path_name
+from ckptfix.core.checkpoint import ContainerPath, is_inside, path_name
 from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.reading.foreign.weightless import is_optimizer
 
 DEPTH = 4  # levels of nested dicts that are searched
 
 
-def listed_sets(
-    value: Any, path: tuple[PathPart, ...] = ()
-) -> Iterator[tuple[tuple[PathPart, ...], Sequence[TensorSpec]]]:
+def listed_sets(value: Any, path: ContainerPath = ()) -> Iterator[tuple[ContainerPath, Sequence[TensorSpec]]]:
     """Yield the lists of tensors in nested dicts with their paths, except those of optimizers."""
     if isinstance(value, dict) and len(path) <= DEPTH and not is_optimizer(value):
         for name, child in value.items():

@@ -14,14 +14,14 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.decoders import STORED
 from ckptfix.bytes.sources import Content
-from ckptfix.core.checkpoint import PathPart
+from ckptfix.core.checkpoint import ContainerPath
 from ckptfix.core.parts import Box, box_at, extent
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.reading.folders.ranks.divided import Divided, box_on_mesh
 from ckptfix.reading.sniffing import is_zip
 from ckptfix.reading.torch_files.torch_zip import Reading, open_archive
 
-RankLeaves = list[tuple[tuple[PathPart, ...], Any]]  # the tensors and numbers of a container, with their paths
+RankLeaves = list[tuple[ContainerPath, Any]]  # the tensors and numbers of a container, with their paths
 
 # In pickles of protocol 2: a number below 2 ** 31, what keeps a value in the memo, what recalls one, and a class.
 _INT, _PUT, _GET = rb"(?:K.|M..|J....)", rb"(?:q.|r....)", rb"(?:h.|j....)"

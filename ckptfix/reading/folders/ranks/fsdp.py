@@ -26,7 +26,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import PathPart, path_name
+from ckptfix.core.checkpoint import ContainerPath, path_name
 from ckptfix.core.facts import Fact, Kind, clause, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
@@ -249,20 +249,17 @@ class _Collected(Struct):
     stretches: list[tuple[int, TensorSpec]] = field(default_factory=list)
 
 
-_Path = tuple[PathPart, ...]
-
-
 class _Merge:
     """One merging of files: the tensors by their path in the container, collected rank by rank."""
 
     def __init__(self, files: RankFiles, ranks: RankSet) -> None:
         self.files, self.ranks, self.path = files, ranks, str(files.folder)
-        self.found: dict[_Path, _Collected] = {}
+        self.found: dict[ContainerPath, _Collected] = {}
         # What all ranks of one save say alike, and how those divide a tensor that do it unlike the first.
         self.said: dict[str, dict[int, Any]] = {}
-        self.unlike: dict[_Path, dict[int, object]] = {}
+        self.unlike: dict[ContainerPath, dict[int, object]] = {}
         self.kinds: set[str] = set()
-        self.left_out: set[_Path] = set()
+        self.left_out: set[ContainerPath] = set()
         self.groups: dict[int, list[Any]] = {}  # of the optimizers of each rank that was read
         self.world = ranks.world
         self.places: dict[int, Path] = {}  # of flat parameters
@@ -270,7 +267,7 @@ class _Merge:
     def document(self) -> Document | None:
         """Return the merged document; None if no tensor is a part of a larger one, and the ranks are no copies."""
         first: Any = None
-        lacking: dict[_Path, Path] = {}
+        lacking: dict[ContainerPath, Path] = {}
         alike = AlikeRanks()
         for rank, file in self.ranks.files.items():
             if 0 < self.world <= rank:
@@ -358,7 +355,7 @@ class _Merge:
             if path[-1] in COUNTERS and (isinstance(leaf, TensorSpec) or type(leaf) is int):
                 self.said.setdefault(path_name(path), {})[rank] = leaf
 
-    def _collect_parts(self, path: _Path, rank: int, leaf: Divided) -> None:
+    def _collect_parts(self, path: ContainerPath, rank: int, leaf: Divided) -> None:
         self.kinds.add(leaf.kind)
         self.world = max(self.world, leaf.world)
         found = self.found.setdefault(path, _Collected())
@@ -398,7 +395,7 @@ class _Merge:
             for rank, value in values.items()
         }
 
-    def _leave_out(self, root: Any, lacking: Mapping[_Path, Path]) -> None:
+    def _leave_out(self, root: Any, lacking: Mapping[ContainerPath, Path]) -> None:
         """Find what cannot be merged: flat parameters whose weights are there by name, and optimizers of flat ones.
 
         Raises ``UnreadableError`` for a weight of which the first rank knows nothing."""
@@ -421,7 +418,7 @@ class _Merge:
         for path in [path for path in self.found if any(path[: len(part)] == part for part in self.left_out)]:
             del self.found[path]
 
-    def _tensor(self, path: _Path, found: _Collected) -> TensorSpec:
+    def _tensor(self, path: ContainerPath, found: _Collected) -> TensorSpec:
         name = path_name(path)
         if found.stretches:
             flat = Flat.joined([part for _, part in sorted(found.stretches, key=lambda each: each[0])])
@@ -457,7 +454,7 @@ class _Merge:
         return merge_parts(name, spec.dtype, spec.shape, found.copies, self.path)
 
 
-def _read(path: _Path, leaf: Any, file: Path) -> Any:
+def _read(path: ContainerPath, leaf: Any, file: Path) -> Any:
     """Return what a tensor of ranks says of its part; any other leaf as it is."""
     try:
         return divided(leaf) if isinstance(leaf, Opaque) else leaf
@@ -468,18 +465,18 @@ def _read(path: _Path, leaf: Any, file: Path) -> Any:
         ) from error
 
 
-def _is_flat_name(path: _Path) -> bool:
+def _is_flat_name(path: ContainerPath) -> bool:
     return str(path[-1]).rpartition(".")[2] in FLAT
 
 
-def _at(value: Any, path: _Path) -> Mapping[Any, Any]:
+def _at(value: Any, path: ContainerPath) -> Mapping[Any, Any]:
     """Return the dict at a path; an empty one if there is none."""
     for part in path:
         value = value[part] if isinstance(value, dict) and part in value else {}
     return value if isinstance(value, dict) else {}
 
 
-def _leaves(value: Any, path: _Path, seen: set[int]) -> Iterator[tuple[_Path, Any]]:
+def _leaves(value: Any, path: ContainerPath, seen: set[int]) -> Iterator[tuple[ContainerPath, Any]]:
     """Yield the tensors, the parts of tensors and the numbers in a container, with their paths.
 
     A container that is held in several places, or by itself, is looked at once."""
@@ -496,7 +493,11 @@ def _leaves(value: Any, path: _Path, seen: set[int]) -> Iterator[tuple[_Path, An
 
 
 def _replaced(
-    value: Any, path: _Path, tensors: Mapping[_Path, TensorSpec], made: dict[int, Any], left_out: Collection[_Path]
+    value: Any,
+    path: ContainerPath,
+    tensors: Mapping[ContainerPath, TensorSpec],
+    made: dict[int, Any],
+    left_out: Collection[ContainerPath],
 ) -> Any:
     """Return a container with other tensors in it; one that is held in several places stays one."""
     if path in tensors:

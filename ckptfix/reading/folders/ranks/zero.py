@@ -34,6 +34,7 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque, tensors_in
+from ckptfix.core.parts import Shapes
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
 from ckptfix.errors import CkptfixError, UnreadableError, damaged
@@ -68,8 +69,6 @@ PARTITION = frozenset(
 
 # What the model states of all ranks of a run say alike.
 _SETTINGS = ("ds_config", "ds_version", "lr_scheduler", "dp_world_size", "global_samples", "skipped_steps")
-
-_Shapes = Mapping[str, tuple[int, ...]]
 
 
 def folder_of(file: Path) -> Path | None:
@@ -310,10 +309,10 @@ class _Run(Struct, frozen=True):
 
     groups: Sequence[int]
     ranks: Sequence[int]
-    shapes: _Shapes
+    shapes: Shapes
 
 
-def _runs(groups: Sequence[_Shapes], counts: Sequence[int]) -> Iterator[_Run]:
+def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_Run]:
     """Yield the runs of all groups: of a group of experts, one for each set of ranks that holds other experts.
 
     Each rank counts its own experts from 0 on. Raises ``ValueError`` if ranks share out what are no experts."""
@@ -461,7 +460,7 @@ class Merging:
         return _restacked(made, self.path)
 
     def _optimizer(
-        self, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[_Shapes]
+        self, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[Shapes]
     ) -> dict[str, Any] | None:
         """Return the optimizer's state by name; None if it is not there, or lies in another way than the masters."""
         first = self.first
