@@ -102,7 +102,7 @@ def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Ite
     yield from _attention(migration, limit)
 
 
-class _Group(Struct):
+class _DecisionGroup(Struct):
     """Files that need the same decision."""
 
     record: dict[str, Any]
@@ -114,7 +114,7 @@ def _attention(migration: Migration, limit: int | None) -> Iterator[Line]:
     """Yield the files that need attention, grouped by the decision that they need."""
     if not any(migration.summary.outcomes[outcome] for outcome in _TO_BE_READ):
         return
-    groups: dict[Outcome, dict[str, _Group]] = {outcome: {} for outcome in _TO_BE_READ}
+    groups: dict[Outcome, dict[str, _DecisionGroup]] = {outcome: {} for outcome in _TO_BE_READ}
     in_folder: Counter[str] = Counter()
     for record in migration.records():
         in_folder.update(_folders(record["source"]))
@@ -123,7 +123,7 @@ def _attention(migration: Migration, limit: int | None) -> Iterator[Line]:
             reason = _reason(record)
             ways = [way["options"] for way in record.get("decisions") or ()]
             key = json.dumps([_codes(record), ways, record["decision"]] if record["error"] is None else reason)
-            group = groups[outcome].setdefault(key, _Group(record))
+            group = groups[outcome].setdefault(key, _DecisionGroup(record))
             group.names.append(record["source"])
             group.reasons.add(reason)
     for outcome, found in groups.items():
@@ -140,7 +140,7 @@ def _attention(migration: Migration, limit: int | None) -> Iterator[Line]:
             yield "  after replacing a file, run the same command again; use exclude in zoo.toml to skip files"
 
 
-def _entry(group: _Group, in_folder: Counter[str], again: Sequence[str]) -> Iterator[Line]:
+def _entry(group: _DecisionGroup, in_folder: Counter[str], again: Sequence[str]) -> Iterator[Line]:
     names = _short_names(group.names, in_folder)
     shown = ", ".join(names[:_NAMED]) + (" …" if len(names) > _NAMED else "")
     count = f" ({counted(len(group.names), 'file')})" if len(group.names) > 1 else ""

@@ -17,14 +17,14 @@ MAX_NAMES = 6  # more alternatives than this are hard to read, unless they are n
 _MAX_SEGMENTS = 64  # A key of a million dots must not take quadratic time; the rest of it counts as one segment.
 _INTEGER = re.compile(r"(?:0|[1-9][0-9]{0,17})")
 _NUMBERED = re.compile(r"(.*?[^0-9])(0|[1-9][0-9]{0,17})", re.DOTALL)
-Slot = tuple[str, ...]  # the alternatives of one segment, in a fixed order
-Pattern = tuple[Slot, ...]
+Alternatives = tuple[str, ...]  # the alternatives of one segment, in a fixed order
+FoldedKey = tuple[Alternatives, ...]
 
 
 class KeyGroup(Struct, frozen=True):
     """The keys of a full product of alternatives. ``spec`` is the text that they share beside the pattern."""
 
-    slots: Pattern
+    slots: FoldedKey
     spec: str = ""
 
     @property
@@ -42,7 +42,7 @@ def fold_keys(keys: Iterable[str], spec: Callable[[str], str] | None = None) -> 
     With ``spec``, only keys for which it returns the same text are merged. Duplicates count once."""
     ranks: dict[str, int] = {}
     # Patterns of different length or spec never merge. The number is that of the first key, for the order.
-    groups: dict[tuple[str, int], dict[Pattern, int]] = {}
+    groups: dict[tuple[str, int], dict[FoldedKey, int]] = {}
     for number, key in enumerate(keys):
         segments = key.split(".", _MAX_SEGMENTS - 1)
         for segment in segments:
@@ -77,7 +77,7 @@ def folded_lines(
     return [*lines, f"… and {rest} more"] if rest else lines
 
 
-def _folded(patterns: dict[Pattern, int], ranks: dict[str, int]) -> dict[Pattern, int]:
+def _folded(patterns: dict[FoldedKey, int], ranks: dict[str, int]) -> dict[FoldedKey, int]:
     """Merge until nothing merges: numbers first, then numbered names (``layer1``), then names."""
     length = len(next(iter(patterns)))
     while True:
@@ -91,10 +91,10 @@ def _folded(patterns: dict[Pattern, int], ranks: dict[str, int]) -> dict[Pattern
 
 
 def _merged(
-    patterns: dict[Pattern, int], position: int, kind: Callable[[Slot], str | None], ranks: dict[str, int]
-) -> dict[Pattern, int]:
+    patterns: dict[FoldedKey, int], position: int, kind: Callable[[Alternatives], str | None], ranks: dict[str, int]
+) -> dict[FoldedKey, int]:
     """Return the patterns after merging those that differ only in this position, where both slots are of one kind."""
-    groups: dict[tuple[str | None, Pattern], list[Pattern]] = {}
+    groups: dict[tuple[str | None, FoldedKey], list[FoldedKey]] = {}
     if len({pattern[position] for pattern in patterns}) == 1:
         return patterns
     for pattern in patterns:
@@ -102,7 +102,7 @@ def _merged(
         rest = pattern if of_kind is None else (*pattern[:position], *pattern[position + 1 :])
         groups.setdefault((of_kind, rest), []).append(pattern)
 
-    result: dict[Pattern, int] = {}
+    result: dict[FoldedKey, int] = {}
     for members in groups.values():
         alternatives = {segment for pattern in members for segment in pattern[position]}
         if len(members) > 1 and not (kind is _name_kind and len(alternatives) > MAX_NAMES):
@@ -114,15 +114,15 @@ def _merged(
     return result
 
 
-def _number_kind(slot: Slot) -> str | None:
+def _number_kind(slot: Alternatives) -> str | None:
     return "number" if _INTEGER.fullmatch(slot[0]) else None
 
 
-def _name_kind(slot: Slot) -> str | None:
+def _name_kind(slot: Alternatives) -> str | None:
     return None if _INTEGER.fullmatch(slot[0]) else "name"
 
 
-def _stem(slot: Slot) -> str | None:
+def _stem(slot: Alternatives) -> str | None:
     """Return the text before the number of numbered names (``layer`` of ``layer1, layer2``), None for other names."""
     matches = [_NUMBERED.fullmatch(segment) for segment in slot]
     stems = {match[1] if match else None for match in matches}
@@ -138,7 +138,7 @@ def _order(segment: str, ranks: dict[str, int]) -> tuple[int, str, int, int]:
     return (2, "", 0, ranks[segment])
 
 
-def _slot_text(slot: Slot) -> str:
+def _slot_text(slot: Alternatives) -> str:
     if len(slot) == 1:
         return slot[0]
     if all(_INTEGER.fullmatch(segment) for segment in slot):

@@ -22,10 +22,10 @@ _SIZES: Mapping[str, Callable[[int], str]] = {
 }
 
 
-Command = Callable[[Mapping[str, Any]], str]  # returns the command, or the call, with these options
+FormatCommand = Callable[[Mapping[str, Any]], str]  # returns the command, or the call, with these options
 
 
-def likeness_lines(likeness: Likeness, command: Command, choices: Mapping[str, Any]) -> Iterator[Line]:
+def likeness_lines(likeness: Likeness, command: FormatCommand, choices: Mapping[str, Any]) -> Iterator[Line]:
     """Yield what a file looks like, and the commands to continue with."""
     text = likeness_text(likeness)
     yield ("looks like: ", Span(text, "strong") if likeness.is_named else text)
@@ -33,7 +33,7 @@ def likeness_lines(likeness: Likeness, command: Command, choices: Mapping[str, A
         yield ("       or: " if number else "  compare: ", Span(line, "command"))
 
 
-def likeness_commands(likeness: Likeness, command: Command, choices: Mapping[str, Any]) -> Iterator[str]:
+def likeness_commands(likeness: Likeness, command: FormatCommand, choices: Mapping[str, Any]) -> Iterator[str]:
     """Yield the command that compares a file with the known model, and the one that builds the model if its library is
     installed; nothing for a model that is only near. Several models in one file each have their own."""
     for each in (likeness, *likeness.others) if likeness.is_named else ():

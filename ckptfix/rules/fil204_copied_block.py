@@ -56,7 +56,7 @@ LAST_BITS: dict[int, tuple[Literal["h", "i", "q"], int]] = {
 _PIECES = (1 << 12, 1 << 20)  # bytes per comparison: the first one, and all others
 
 
-class _Matrix(Struct, frozen=True, gc=False):
+class _StoredMatrix(Struct, frozen=True, gc=False):
     """A matrix in a file: where it begins and ends, and its shape."""
 
     key: str
@@ -77,14 +77,15 @@ class _Matrix(Struct, frozen=True, gc=False):
         return False
 
 
-Run = tuple[_Matrix, _Matrix, int, int, int]  # two matrices, the run's offset in the file for each, and its bytes
+# Two matrices, the run's offset in the file for each, and its bytes.
+CopiedRun = tuple[_StoredMatrix, _StoredMatrix, int, int, int]
 
 
 def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the tensors with a run that also occurs elsewhere; propose nothing."""
     if context.checkpoint.format == IN_MEMORY:
         return
-    files: dict[str, list[tuple[_Matrix, bytes, bytes]]] = defaultdict(list)
+    files: dict[str, list[tuple[_StoredMatrix, bytes, bytes]]] = defaultdict(list)
     for key, figures in context.matrices.items():
         if (figures.words or figures.marks) and is_layers_own(key):
             matrix = _placed(key, context.checkpoint.specs[key])
@@ -101,16 +102,16 @@ def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _placed(key: str, spec: TensorSpec) -> _Matrix:
+def _placed(key: str, spec: TensorSpec) -> _StoredMatrix:
     file = located(spec.storage.source) if spec.storage is not None else None
     assert file is not None, "words and marks are kept of what is in a file"
     start = file.offset + spec.offset * spec.itemsize
-    return _Matrix(key, file, start, start + spec.nbytes, spec.shape, spec.itemsize)
+    return _StoredMatrix(key, file, start, start + spec.nbytes, spec.shape, spec.itemsize)
 
 
-def _copies(found: Sequence[tuple[_Matrix, bytes, bytes]]) -> Iterator[Run]:
+def _copies(found: Sequence[tuple[_StoredMatrix, bytes, bytes]]) -> Iterator[CopiedRun]:
     """Yield the runs that occur in two places."""
-    apart: list[tuple[_Matrix, bytes, bytes]] = []
+    apart: list[tuple[_StoredMatrix, bytes, bytes]] = []
     for each in sorted(found, key=lambda each: each[0].start):
         if not apart or each[0].start >= apart[-1][0].stop:  # tied tensors share a place: keep one
             apart.append(each)
@@ -131,7 +132,9 @@ def _copies(found: Sequence[tuple[_Matrix, bytes, bytes]]) -> Iterator[Run]:
     yield from (run for run in copies if together[run[0].key, run[1].key] <= TOGETHER)
 
 
-def _runs(matrices: Sequence[_Matrix], hashes: Sequence[bytes], place: Callable[[int, int], int]) -> Iterator[Run]:
+def _runs(
+    matrices: Sequence[_StoredMatrix], hashes: Sequence[bytes], place: Callable[[int, int], int]
+) -> Iterator[CopiedRun]:
     """Yield the runs around equal hashes: a few for each distance between two places.
 
     ``hashes`` has those of each matrix, in file order; ``place(matrix, number)`` returns the file offset of one."""
@@ -167,14 +170,14 @@ def _pairs(hashes: bytes) -> Iterable[int]:
     return chain.from_iterable(found[np.argsort(found[:, 1])].tolist())
 
 
-def _run(one: _Matrix, other: _Matrix, at: int, to: int) -> Run:
+def _run(one: _StoredMatrix, other: _StoredMatrix, at: int, to: int) -> CopiedRun:
     """Return the run of equal numbers around two places, up to ``LONGEST``."""
     before = _equal(one, other, at, to, -1, min(at - one.start, to - other.start, LONGEST))
     after = _equal(one, other, at, to, 1, min(one.stop - at, other.stop - to, LONGEST))
     return one, other, at - before, to - before, before + after
 
 
-def _equal(one: _Matrix, other: _Matrix, at: int, to: int, way: int, most: int) -> int:
+def _equal(one: _StoredMatrix, other: _StoredMatrix, at: int, to: int, way: int, most: int) -> int:
     """Return how many bytes, in whole numbers, are equal after two places (``way`` 1) or before them (-1)."""
     done, piece = 0, _PIECES[0]
     while done < most:
@@ -194,7 +197,7 @@ def _equal(one: _Matrix, other: _Matrix, at: int, to: int, way: int, most: int) 
     return done
 
 
-def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> bool:
+def _is_copied(one: _StoredMatrix, other: _StoredMatrix, at: int, to: int, size: int) -> bool:
     """Return whether a run was copied rather than equal by design."""
     if not SECTOR <= size < LONGEST or (at - one.start == to - other.start and one.shape == other.shape):
         return False
@@ -206,7 +209,7 @@ def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> boo
     return len({*words}) > len(words) // 2  # unlike an initialisation, which repeats a few numbers
 
 
-def _are_alike(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> bool:
+def _are_alike(one: _StoredMatrix, other: _StoredMatrix, at: int, to: int, size: int) -> bool:
     """Return whether the numbers next to a run differ only in their last bits: rows with the same initial values, such
     as those of classes that a head has not yet seen."""
     reach, (kind, most), gaps = BESIDE * one.itemsize, LAST_BITS[one.itemsize], []

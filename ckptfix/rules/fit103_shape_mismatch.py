@@ -83,13 +83,13 @@ _TRANSPOSED = advise(
 MOST_AXES = 6  # axes of the largest tensor whose orders are tried
 
 # By key: the shape in the file, None for an entry that is not a tensor, and the shape in the target.
-Pairs = dict[str, tuple[Shape | None, Shape]]
+Mismatches = dict[str, tuple[Shape | None, Shape]]
 
 
 def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Show both shapes; adapt or drop the keys if the user asks for that."""
     checkpoint, specs = context.checkpoint, context.checkpoint.specs
-    pairs: Pairs = {}
+    pairs: Mismatches = {}
     reshapes = []
     quantised = wanted_layers(specs, target)  # codes have the shape of their packing
     codes = {key for layer in quantised.values() for key in layer.parts.values()}
@@ -217,7 +217,7 @@ _FEWEST_ROWS = 8  # of a table in which sinusoids can be recognised
 
 
 def _case_findings(
-    rule: Rule, context: Context, target: Target, case: Case, edits: tuple[Adapt, ...], left: Pairs
+    rule: Rule, context: Context, target: Target, case: Case, edits: tuple[Adapt, ...], left: Mismatches
 ) -> Iterator[Finding]:
     """Yield the findings for a known case: the edits that were asked for, and the recipes for the rest."""
     for recipe in dict.fromkeys(edit.recipe for edit in edits):
@@ -243,7 +243,7 @@ def _case_findings(
         )
 
 
-def _turned(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> dict[tuple[int, ...], list[str]]:
+def _turned(pairs: Mismatches, checkpoint: Checkpoint, target: Target) -> dict[tuple[int, ...], list[str]]:
     """Return the keys whose axes are in another order, by that order, if only one order fits all such tensors."""
     found = {}
     for rank in sorted({len(new) for _, new in pairs.values()} & set(range(2, MOST_AXES + 1))):
@@ -284,7 +284,7 @@ def _mixes_equal(axes: tuple[int, ...], shapes: list[Shape]) -> bool:
 
 
 def _unknown(
-    rule: Rule, context: Context, target: Target, pairs: Pairs, is_other: bool, heads: tuple[Remedy, ...]
+    rule: Rule, context: Context, target: Target, pairs: Mismatches, is_other: bool, heads: tuple[Remedy, ...]
 ) -> Finding:
     turned = sum(_is_transposed(*pair) for pair in pairs.values())
     timed = sum(len(new) == 4 and (*old[:2], *old[3:]) == new for old, new in pairs.values() if old)
@@ -317,7 +317,7 @@ def _unknown(
     )
 
 
-def _moved(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> str:
+def _moved(pairs: Mismatches, checkpoint: Checkpoint, target: Target) -> str:
     """Return, as a clause, which matrix of another shape may be one that is missing elsewhere; empty if none."""
     missing = {slot.shape: key for key, slot in target.slots.items() if key not in checkpoint.entries}
     for key, (shape, _) in pairs.items():

@@ -39,7 +39,7 @@ from ckptfix.core.target import Target
 from ckptfix.errors import Opt, UsageError
 from ckptfix.rules.rule import Context, Rule
 
-Layer = Mapping[str, tuple[int, ...] | None]  # the shapes of a layer's tensors, by the rest of their keys
+LayerShapes = Mapping[str, tuple[int, ...] | None]  # the shapes of a layer's tensors, by the rest of their keys
 
 
 class Stack(NamedTuple):
@@ -81,13 +81,13 @@ def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Findin
             yield rule.finding(Level.NOTE, words, evidence={IDLE: [text]})
 
 
-def _stacks(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, tuple[int, Layer]]:
+def _stacks(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, tuple[int, LayerShapes]]:
     """Return the number of layers and the tensors of one layer, by path, for stacks whose layers are all alike."""
     found: dict[str, dict[str, dict[str, tuple[int, ...] | None]]] = defaultdict(lambda: defaultdict(dict))
     for key, shape in shapes.items():
         for path, number, rest in layers_of(key):
             found[path][number][rest] = shape
-    stacks: dict[str, tuple[int, Layer]] = {}
+    stacks: dict[str, tuple[int, LayerShapes]] = {}
     for path, layers in found.items():
         first = layers.get("0")
         if first is not None and all(layers.get(str(n)) == first for n in range(len(layers))):

@@ -167,7 +167,7 @@ def _deltas(
     groups: dict[str, list[AdapterLayer]] = defaultdict(list)
     for layer in _untied(checkpoint, adapter):
         groups[layer.component].append(layer)
-    view, places = checkpoint, dict[str, _Places]()
+    view, places = checkpoint, dict[str, _Holders]()
     names = {component: BaseNames(view, adapter, layers) for component, layers in groups.items()}
     if not all(each.is_complete for each in names.values()):
         other, known = _with_other_names(checkpoint)
@@ -225,14 +225,14 @@ def _untied(checkpoint: Checkpoint, adapter: Adapter) -> list[AdapterLayer]:
 
 
 # The file's tensors that hold another release's tensor, each with `expert` and `within` of its `Delta`.
-_Places = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+_Holders = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
 # The matrices of an expert, in the order of `gate_up_proj` in transformers 5.
 _PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
 
 
-def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Places]]:
+def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Holders]]:
     """Return the checkpoint with additional names that other releases and libraries use, and the places of those
     tensors.
 
@@ -240,9 +240,9 @@ def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Pl
     ``down_proj``, recognised only as ``[experts, outputs, inputs]``. The names of libraries such as diffusers and of
     models' authors come from the shipped maps."""
     specs: dict[str, TensorSpec] = {}
-    places: dict[str, _Places] = {}
+    places: dict[str, _Holders] = {}
 
-    def add(name: str, spec: TensorSpec, shape: tuple[int, ...], where: _Places) -> None:
+    def add(name: str, spec: TensorSpec, shape: tuple[int, ...], where: _Holders) -> None:
         if name not in checkpoint.entries and where and places.setdefault(name, where) == where:
             specs[name] = replace(spec, shape=shape)
         else:
@@ -263,7 +263,7 @@ def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Pl
                 for at, names in enumerate(parts):
                     first = expert * height + at * rows
                     for name, module in zip(names, (moe, moe.replace(".mlp.", ".block_sparse_moe.")), strict=True):
-                        where: _Places = [(key, (), (first, first + rows))]
+                        where: _Holders = [(key, (), (first, first + rows))]
                         add(f"{module}.{expert}.{name}.weight", spec, (rows, width), where)
         for one, other in (("mlp", "block_sparse_moe"), ("block_sparse_moe", "mlp")):
             if key.endswith(f".{one}.gate.weight"):
@@ -286,9 +286,9 @@ def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Pl
     return replace(checkpoint, entries={**checkpoint.entries, **specs}, metadata=None), places
 
 
-def _rows_of(move: Move, specs: Mapping[str, TensorSpec]) -> _Places:
+def _rows_of(move: Move, specs: Mapping[str, TensorSpec]) -> _Holders:
     """Return where the rows of a renamed tensor are; nothing if the map splits or permutes rows of the file."""
-    found: _Places = []
+    found: _Holders = []
     for part in move.parts:
         shape, (rows, *box), (place, *rest) = specs[part.source].shape, part.box or ((0, 0),), part.place or ((0, 0),)
         if part.axes or part.view or (*box,) != full(shape[1:]) or (*rest,) != full(move.shape[1:]):
@@ -301,7 +301,7 @@ def _rows_of(move: Move, specs: Mapping[str, TensorSpec]) -> _Places:
 
 
 def _placed(
-    adapter: Adapter, layer: AdapterLayer, key: str, delta: Delta, places: Mapping[str, _Places]
+    adapter: Adapter, layer: AdapterLayer, key: str, delta: Delta, places: Mapping[str, _Holders]
 ) -> Iterator[tuple[str, Delta]]:
     """Yield the changes to the file's tensors for a delta whose tensor may be in another release's form."""
     # peft rounds the delta of a bare parameter before adding it; in transformers 5, experts and routers are parameters.

@@ -20,7 +20,7 @@ from ckptfix.core.buffers import is_buffer_name, layers_of, modules_of
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Drop, Edit, Rename, Tie, Zero
-from ckptfix.core.parts import Part
+from ckptfix.core.parts import Part, Shape
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
@@ -29,8 +29,6 @@ from ckptfix.maps.names import by_number, concepts, kind, segments
 from ckptfix.maps.recipes import HF_FILE, Layout
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules import RENAMED_LAYERS
-
-Shape = tuple[int, ...]
 
 _NUMBERS = r"[0-9]+"
 _NORM = re.compile(r"(^|\.|(?<!batch)_|layer)(ln|norm)[0-9]*(_\w+)?$", re.IGNORECASE)

@@ -211,9 +211,11 @@ def matrix(spec: TensorSpec, path: str) -> Array:
 
 
 @lru_cache(maxsize=2)
-def _layers(source: MergedBytes) -> list[_Layer]:
+def _layers(source: MergedBytes) -> list[_LayerFactors]:
     return [
-        _Layer(source, delta, [_factor(factor, source.path, source.spec.dtype, delta.is_narrow) for factor in factors])
+        _LayerFactors(
+            source, delta, [_factor(factor, source.path, source.spec.dtype, delta.is_narrow) for factor in factors]
+        )
         for delta, factors in zip(source.deltas, source.factors, strict=True)
     ]
 
@@ -246,7 +248,7 @@ def _stored(spec: TensorSpec, path: str, start: int, stop: int) -> memoryview:
     return found
 
 
-class _Layer:
+class _LayerFactors:
     """A layer of an adapter with its factors, for the tensor that it changes."""
 
     def __init__(self, source: MergedBytes, delta: Delta, factors: list[torch.Tensor]) -> None:

@@ -133,7 +133,7 @@ _PLACE, _PADDING = struct.Struct("<3H2I"), struct.Struct("<2sH")
 Checksum = Callable[[], int]  # returns the CRC-32 of a member; called when the archive is closed
 
 
-class _Member(NamedTuple):
+class _WrittenMember(NamedTuple):
     name: bytes
     crc: int | Checksum
     size: int
@@ -145,7 +145,7 @@ class ZipWriter:
 
     def __init__(self, file: BinaryIO | Copier, root: str = "archive") -> None:
         self._file, self._root = file, root
-        self._members: list[_Member] = []
+        self._members: list[_WrittenMember] = []
         self._end = file.tell()
 
     def write(self, name: str, data: bytes) -> None:
@@ -162,7 +162,7 @@ class ZipWriter:
         is_aligned = place is not None and place % ALIGNMENT == 0 and size >= LARGE
         header = _local_header(path, crc if isinstance(crc, int) else 0, size, offset, place if is_aligned else None)
         self._file.write(header)
-        self._members.append(_Member(path, crc, size, offset))
+        self._members.append(_WrittenMember(path, crc, size, offset))
         self._end = offset + len(header) + size
 
     def _end_of_members(self) -> int:

@@ -181,7 +181,7 @@ class ZipIndex(Struct):
         return header.start if header is not None and header.is_signed else None
 
 
-class _Comparison:
+class _HeaderComparison:
     """Compares a directory with the local headers of its members.
 
     If they differ, a member is searched by its name and checksum among all headers of the archive. If it is not found
@@ -307,7 +307,7 @@ def list_members(content: Content) -> ZipIndex:
         index = ZipIndex([*directory.members], displaced=end.begin - end.start, refusal=refused, trailing=trailing)
         if content.is_remote:
             return index  # reading all headers takes too many requests; each is compared when its member is read
-        comparison = _Comparison(content, index)
+        comparison = _HeaderComparison(content, index)
         if comparison.is_in_place:
             return comparison.repair()
     found = walk(content)

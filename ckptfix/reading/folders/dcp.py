@@ -198,12 +198,12 @@ def read_folder(folder: Path, salvage: bool) -> Document:
             f"{folder}: chunks of torch.distributed.checkpoint without their {METADATA} file, which says what they are;"
             f" {'the save never finished: use an earlier one' if unfinished else hint}"
         )
-    reading = _Reading(folder, salvage)
+    reading = _FolderReading(folder, salvage)
     with refusing_payload(str(folder), reading.bounds.names):
         return reading.document()
 
 
-class _Reading:
+class _FolderReading:
     """Reads one folder, and collects its items, damage and remarks."""
 
     def __init__(self, folder: Path, salvage: bool) -> None:

@@ -98,17 +98,17 @@ def _merge(path: str, folder: Folder, index: str) -> Document:
             raise UnreadableError(
                 f"{index}: indexes the state of an optimizer (ColossalAI); name the folder of its model"
             )
-        merge = _Merge(path, folder, parsed)
+        merge = _ShardMerge(path, folder, parsed)
     except UnreadableError as error:
         if len(_sets(folder)) != 1:
             raise
-        merge = _Merge(path, folder, _sets(folder)[0])  # numbered shards do not need the index
+        merge = _ShardMerge(path, folder, _sets(folder)[0])  # numbered shards do not need the index
         merge.damage.append(Fact.of(Kind.INDEX_UNREADABLE, error=str(error)))
     else:
         sets, present = _sets(folder), {name_unpacked(name) for name in folder.names()}
         # The only set of shards is complete, and none of the files in the index exists.
         if len(sets) == 1 and present.isdisjoint(parsed.files) and present.issuperset(sets[0].names(present)):
-            stale, merge = sets[0], _Merge(path, folder, sets[0])
+            stale, merge = sets[0], _ShardMerge(path, folder, sets[0])
         if content[:3] == BOM_UTF8:
             merge.damage.append(Fact(Kind.INDEX_BOM))
     document = merge.document()
@@ -139,7 +139,7 @@ def read_folder(folder: Path) -> Document:
         are_total = any(numbering.total for numbering in sets)
         advice = "put each in its own folder" if are_total else "name a file of one of them"
         raise UnreadableError(f"{folder}: the folder holds {len(sets)} sets of shards ({names}) and no index; {advice}")
-    return _Merge(str(folder), LocalFolder(folder), sets[0]).document()
+    return _ShardMerge(str(folder), LocalFolder(folder), sets[0]).document()
 
 
 def read_siblings(file: Path) -> Document | None:
@@ -147,10 +147,10 @@ def read_siblings(file: Path) -> Document | None:
     numbering = Numbering.of(file.name)
     if numbering is None or numbering.total or not file.is_file():
         return None
-    return _Merge(str(file.parent), LocalFolder(file.parent), numbering).document()
+    return _ShardMerge(str(file.parent), LocalFolder(file.parent), numbering).document()
 
 
-class _Merge:
+class _ShardMerge:
     """Merges shards, and collects what does not agree. ``listed`` is the index, or the numbering of the shards."""
 
     def __init__(self, path: str, folder: Folder, listed: ShardIndex | Numbering) -> None:

@@ -35,7 +35,7 @@ def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str
 
     ``entries`` is its state_dict."""
     module = value_at(root, container)
-    return attribute_remarks(_Walk().gather(module), entries) if is_module(module) else []
+    return attribute_remarks(_ModuleWalk().gather(module), entries) if is_module(module) else []
 
 
 def own_attributes(module: Any) -> list[str]:
@@ -69,7 +69,7 @@ def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any])
     return remarks
 
 
-class _Walk:
+class _ModuleWalk:
     """Collects the tensors of attributes in a tree of modules, each object at its first place only."""
 
     def __init__(self) -> None:

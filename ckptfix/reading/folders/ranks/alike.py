@@ -83,7 +83,7 @@ class _Pickle(Struct):
         return None if reading.faults else cls(reading, set(archive.members), data)
 
 
-class _Places(Struct):
+class _MeshPlaces(Struct):
     """What a pickle says of the place of its rank: in each mesh that it names, and of each part of a tensor its
     offsets, and its sizes, which have to be those of the other rank."""
 
@@ -92,7 +92,7 @@ class _Places(Struct):
     sizes: list[bytes]
 
     @classmethod
-    def of(cls, found: list[re.Match[bytes]]) -> _Places:
+    def of(cls, found: list[re.Match[bytes]]) -> _MeshPlaces:
         """Return what the places in a pickle say."""
         groups = [match.groupdict() for match in found]
         return cls(
@@ -118,7 +118,7 @@ class _Base(Struct):
         pattern = re.compile(rb"|".join((*_of_shards(own.data), _PLACE)), re.DOTALL)
         found = list(pattern.finditer(own.data))
         stops, starts = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(own.data)]
-        places = _Places.of(found)
+        places = _MeshPlaces.of(found)
         sharded = [leaf for _, leaf in leaves if isinstance(leaf, Divided) and leaf.splits is None]
         said = [([start for start, _ in box], [*extent(box)]) for leaf in sharded for box, _ in leaf.parts]
         if said != list(zip(places.offsets, map(_numbers, places.sizes), strict=True)):
@@ -163,7 +163,7 @@ class _Base(Struct):
             return None  # a tensor that has no storage or several
         return None if own.reading.torn else made
 
-    def _places(self, data: bytes) -> _Places | None:
+    def _places(self, data: bytes) -> _MeshPlaces | None:
         """Return what a pickle says of its rank; None if it is another one in anything else."""
         found, at = [], 0
         for part in self.between[:-1]:
@@ -171,7 +171,7 @@ class _Base(Struct):
                 return None
             found.append(match)
             at = match.end()
-        places = _Places.of(found)
+        places = _MeshPlaces.of(found)
         return places if data[at:] == self.between[-1] and places.sizes == self.sizes else None
 
 

@@ -19,7 +19,7 @@ from ckptfix.reading.folders.ranks.files import MOST_RANKS
 from ckptfix.reading.pickles.claims import sizes
 
 # How a mesh divides a tensor: each dimension of the mesh, in order, with its size and the dimension that it divides.
-_Splits = tuple[tuple[int, int, int], ...]
+_MeshSplits = tuple[tuple[int, int, int], ...]
 
 
 class Divided(Struct):
@@ -30,7 +30,7 @@ class Divided(Struct):
     shape: tuple[int, ...]
     world: int
     parts: list[tuple[Box, TensorSpec]]
-    splits: _Splits | None = None
+    splits: _MeshSplits | None = None
 
 
 def divided(tensor: Opaque) -> Divided:
@@ -85,7 +85,7 @@ def _check_order(mesh: Mapping[str, Any], counts: Sequence[int], splits: Sequenc
             raise ValueError(f"the ranks of its mesh are not in order: {first_names(ranks)}")
 
 
-def box_on_mesh(shape: tuple[int, ...], splits: _Splits, coordinates: Sequence[int]) -> Box:
+def box_on_mesh(shape: tuple[int, ...], splits: _MeshSplits, coordinates: Sequence[int]) -> Box:
     """Return the box of a tensor that a rank at a place in the mesh has."""
     offsets, lengths = [0] * len(shape), list(shape)
     for axis, count, dim in splits:

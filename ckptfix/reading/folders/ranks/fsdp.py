@@ -78,10 +78,10 @@ class RankSet(Struct, frozen=True):
         return re.sub(rf"((?:rank|shard)[._=-]?|_)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
 
 
-_Key = tuple[str, int, str]  # what tells the sets of a folder apart: stem, world and suffix
+_SetKey = tuple[str, int, str]  # what tells the sets of a folder apart: stem, world and suffix
 
 
-def rank_sets(folder: Path) -> Mapping[_Key, RankSet]:
+def rank_sets(folder: Path) -> Mapping[_SetKey, RankSet]:
     """Return the sets of files in a folder that are numbered by rank, as far as their names say."""
     changed, now = folder.stat().st_mtime_ns, time.time_ns()
     # A folder that has just changed may change again without another time.
@@ -89,8 +89,8 @@ def rank_sets(folder: Path) -> Mapping[_Key, RankSet]:
 
 
 @lru_cache(maxsize=1)  # asked for with every file of a folder, of which there may be thousands
-def _sets_of(folder: Path, changed: int) -> Mapping[_Key, RankSet]:
-    found: dict[_Key, dict[int, Path]] = {}
+def _sets_of(folder: Path, changed: int) -> Mapping[_SetKey, RankSet]:
+    found: dict[_SetKey, dict[int, Path]] = {}
     numbered = _names(folder)
     for path in sorted(folder.iterdir()):
         if (match := numbered.fullmatch(path.name)) and path.is_file():
@@ -102,7 +102,7 @@ def _names(folder: Path) -> re.Pattern[str]:
     return ITEM if (folder / ITEM_METADATA).is_file() else NUMBERED
 
 
-def _key(match: re.Match[str]) -> _Key:
+def _key(match: re.Match[str]) -> _SetKey:
     return match["stem"], int(match["world"] or 0), match["suffix"]
 
 
@@ -128,7 +128,7 @@ def document(files: RankFiles) -> Document | None:
     found, models = sets.get(_key(named)) if named else None, _models(sets)
     is_all = found is None or (len(models) == 1 and (models[0] is found or found.stem.startswith(_OPTIMIZERS)))
     found = _chosen(files.folder) if is_all else found
-    made = None if found is None else _Merge(files, found).document()
+    made = None if found is None else _RankMerge(files, found).document()
     if made is None or found is None or not is_all or found.stem.startswith(_BESIDE):
         return made
     return _with_beside(made, _beside(files))
@@ -140,7 +140,7 @@ def _beside(files: RankFiles) -> Iterator[_Beside]:
     def read_set(ranks: RankSet) -> Document | None:
         others = RankFiles(files.folder, files.salvage)
         with others.merging():
-            return _Merge(others, ranks).document()
+            return _RankMerge(others, ranks).document()
 
     for found in rank_sets(files.folder).values():
         if found.stem.startswith(_BESIDE):
@@ -217,7 +217,7 @@ def _chosen(folder: Path) -> RankSet | None:
     return models[0] if models else None
 
 
-def _models(every: Mapping[_Key, RankSet]) -> list[RankSet]:
+def _models(every: Mapping[_SetKey, RankSet]) -> list[RankSet]:
     """Return the sets of files of which one is that of the model, as far as their names say."""
     sets = [found for found in every.values() if len(found.files) > 1 or found.world > 1]
     sets = [found for found in sets if not found.stem.startswith(_BESIDE)] or sets
@@ -249,7 +249,7 @@ class _Collected(Struct):
     stretches: list[tuple[int, TensorSpec]] = field(default_factory=list)
 
 
-class _Merge:
+class _RankMerge:
     """One merging of files: the tensors by their path in the container, collected rank by rank."""
 
     def __init__(self, files: RankFiles, ranks: RankSet) -> None:
@@ -298,7 +298,7 @@ class _Merge:
             mixed = [fact for fact in self.files.damage if fact.kind is Kind.RANKS_OF_ANOTHER_SAVE]
             self.files.damage[:] = mixed  # the rest is noted again as the others are read without those
             rest = {rank: file for rank, file in self.ranks.files.items() if rank not in odd}
-            return _Merge(self.files, replace(self.ranks, files=rest)).document()
+            return _RankMerge(self.files, replace(self.ranks, files=rest)).document()
         self.files.note_foreign(
             {self.ranks.files[rank].name: {"param_groups": groups} for rank, groups in self.groups.items()}
         )

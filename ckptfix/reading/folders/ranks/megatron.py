@@ -35,7 +35,7 @@ from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, merge_parts
 from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, note_copies, sums_of, tagged
 from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
-from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitRule, Splits, emptied, find_rule, rules
+from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, SplitRule, emptied, find_rule, rules
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
 
@@ -576,7 +576,7 @@ def _has_experts(root: Any) -> bool:
     return any(_experts(_flat(value)) for key, value in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key))
 
 
-def splits_of(state: Mapping[str, Any], table: Sequence[SplitRule] = RULES) -> Splits:
+def splits_of(state: Mapping[str, Any], table: Sequence[SplitRule] = RULES) -> SplitOf:
     """Return what says how each tensor is divided of ranks of which this is the first state_dict."""
 
     def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:

@@ -21,7 +21,7 @@ from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks.files import note_copies
-from ckptfix.reading.folders.ranks.partition import Joining, Splits
+from ckptfix.reading.folders.ranks.partition import Joining, SplitOf
 from ckptfix.reading.tensors import bytes_of, torch_dtype
 
 _CONFIGS, _CONFIG_LIMIT = "configs", 1 << 20
@@ -66,7 +66,7 @@ class Neox:
         return bool(biases and self.is_residual)
 
     def join(
-        self, joining: Joining, states: Sequence[Mapping[str, Any]], split_of: Splits, prefix: str = ""
+        self, joining: Joining, states: Sequence[Mapping[str, Any]], split_of: SplitOf, prefix: str = ""
     ) -> Iterator[tuple[str, Any]]:
         """Yield the entries of the whole; ``prefix`` is what their names follow in it."""
         is_summed = self.is_summed(states)

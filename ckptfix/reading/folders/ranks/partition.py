@@ -77,7 +77,7 @@ def find_rule(table: Sequence[SplitRule], name: str) -> SplitRule | None:
 
 
 # Says how a tensor is divided into these parts; None if nothing is known of its name.
-Splits = Callable[[str, Sequence[TensorSpec]], "Split | None"]
+SplitOf = Callable[[str, Sequence[TensorSpec]], "Split | None"]
 
 
 def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> TensorSpec:
@@ -149,11 +149,11 @@ class Joining(Struct):
     path: str
     differing: dict[str, None] = field(default_factory=dict)
 
-    def whole(self, states: Sequence[Mapping[str, Any]], split_of: Splits) -> Mapping[str, Any]:
+    def whole(self, states: Sequence[Mapping[str, Any]], split_of: SplitOf) -> Mapping[str, Any]:
         """Return the entries of the whole; those of one rank as they are, with what torch keeps beside them."""
         return states[0] if len(states) == 1 else OrderedDict(self.join(states, split_of))
 
-    def join(self, states: Sequence[Mapping[str, object]], split_of: Splits) -> Iterator[tuple[str, Any]]:
+    def join(self, states: Sequence[Mapping[str, object]], split_of: SplitOf) -> Iterator[tuple[str, Any]]:
         """Yield the entries of the whole, in the order of the first rank; what is tied in all ranks stays tied.
 
         Raises ``UnreadableError`` if a rank lacks a key, or holds other values of one of which nothing is known."""

@@ -43,7 +43,7 @@ from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import MALFORMED, MOST_RANKS, RankFiles, by_rank, note_copies, tagged
 from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
-from ckptfix.reading.folders.ranks.partition import Joining, Split, Splits, joined
+from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, joined
 from ckptfix.reading.folders.ranks.zero_splits import check_degree, splits_of_ranks
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -281,7 +281,7 @@ class Masters(Struct):
 
 
 def joined_masters(
-    files: RankFiles, models: Sequence[int], roots: Sequence[Any], joining: Joining, split_of: Splits
+    files: RankFiles, models: Sequence[int], roots: Sequence[Any], joining: Joining, split_of: SplitOf
 ) -> Masters:
     """Return what the ranks hold that share each of these tensor-parallel ranks, joined."""
     parts = [Merging(files, model).masters(root) for model, root in zip(models, roots, strict=True)]
@@ -304,7 +304,7 @@ def joined_masters(
     )
 
 
-class _Run(Struct, frozen=True):
+class _FlatRun(Struct, frozen=True):
     """What is flat in one group, or in several: the ranks that share it, and the names and shapes in it, in order."""
 
     groups: Sequence[int]
@@ -312,7 +312,7 @@ class _Run(Struct, frozen=True):
     shapes: Shapes
 
 
-def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_Run]:
+def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_FlatRun]:
     """Yield the runs of all groups: of a group of experts, one for each set of ranks that holds other experts.
 
     Each rank counts its own experts from 0 on. Raises ``ValueError`` if ranks share out what are no experts."""
@@ -332,7 +332,7 @@ def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_Run]:
                 for name, match in found.items()
             }
             named = {f"{name}.{part}" if name in stacks else name: shape for name, shape in named.items()}
-            yield _Run((index,), range(part, world, sets), named)
+            yield _FlatRun((index,), range(part, world, sets), named)
 
 
 class Merging:
@@ -366,7 +366,7 @@ class Merging:
         ]
         every, counts = range(len(self.first.masters)), self.first.counts
         if self.first.stage == 3 and len(set(counts)) == 1:
-            runs = [_Run(every, range(self.first.world), {name: group[name] for group in groups for name in group})]
+            runs = [_FlatRun(every, range(self.first.world), {name: group[name] for group in groups for name in group})]
         else:
             if len(groups) != len(every):
                 raise ValueError(f"{len(every)} groups of weights and names of {len(groups)}")
@@ -394,7 +394,7 @@ class Merging:
         except MALFORMED as error:
             raise damaged(file, f"not optimizer states of ZeRO ({type(error).__name__}: {error})") from error
 
-    def _partitions(self, runs: Sequence[_Run], take: _Take) -> dict[str, TensorSpec] | None:
+    def _partitions(self, runs: Sequence[_FlatRun], take: _Take) -> dict[str, TensorSpec] | None:
         """Return the tensors of stages 1 and 2: each run is cut into equal partitions. None if those are not flat."""
         states, paddings_of = self.states, self.first.paddings
         made: dict[str, TensorSpec] = {}
@@ -434,7 +434,7 @@ class Merging:
             if there < size and fact not in self.files.damage:
                 self.files.damage.append(fact)
 
-    def _spread(self, runs: Sequence[_Run], take: _Take) -> dict[str, TensorSpec] | None:
+    def _spread(self, runs: Sequence[_FlatRun], take: _Take) -> dict[str, TensorSpec] | None:
         """Return the tensors of stage 3: each is cut into equal shares. None if what ranks hold is not flat."""
         made: dict[str, TensorSpec] = {}
         for run in runs:

@@ -15,7 +15,7 @@ from ckptfix.core.parts import Box, box_at
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import megatron
-from ckptfix.reading.folders.ranks.partition import WHOLE, Split, SplitRule, Splits, stacked
+from ckptfix.reading.folders.ranks.partition import WHOLE, Split, SplitOf, SplitRule, stacked
 from ckptfix.reading.pickles.claims import sizes
 
 # Before version 1 of its checkpoints, Megatron had all queries of a rank before all keys and all values, as
@@ -26,7 +26,7 @@ _MAP_VERSION = 1
 _QUANTIFIERS = 3  # patterns of names that are run: in time that no name can make long
 
 
-def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, Any]) -> Splits:
+def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, Any]) -> SplitOf:
     """Return how tensor-parallel ranks divide a model: by the rules for DeepSpeed's own converter, or by the table.
 
     What has no rule is divided by rows. ``state`` is a state_dict of one rank."""
@@ -36,8 +36,8 @@ def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, A
         by_name = megatron.splits_of(state, table)
         in_thirds = not isinstance(version, (int, float)) or version < 1
         return _of_parameters(partial(_split_in_thirds, by_name, state) if in_thirds else by_name)
-    literal: dict[str, _Rule] = {}
-    patterns: list[tuple[re.Pattern[str], _Rule]] = []
+    literal: dict[str, _MakeSplit] = {}
+    patterns: list[tuple[re.Pattern[str], _MakeSplit]] = []
     for text, rule in _rules(info):
         if not _PATTERN.fullmatch(text) or sum(map(text.count, "*+")) > _QUANTIFIERS:
             raise ValueError(f"{shown(text)} in the place of a pattern of names")
@@ -55,10 +55,10 @@ def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, A
     return _of_parameters(split_of)
 
 
-_Rule = Callable[[str, Sequence[TensorSpec]], Split]  # says how a tensor is divided into these parts
+_MakeSplit = Callable[[str, Sequence[TensorSpec]], Split]  # says how a tensor is divided into these parts
 
 
-def _rules(info: Mapping[str, Any]) -> Iterator[tuple[str, _Rule]]:
+def _rules(info: Mapping[str, Any]) -> Iterator[tuple[str, _MakeSplit]]:
     """Yield the rules of DeepSpeed's converter by patterns of names, the most exact first.
 
     What has neither a map nor a category would be taken for rows, and some of it is not."""
@@ -125,7 +125,7 @@ def _of_sub_parameters(entry: Mapping[str, Any], widths: Any, name: str, parts: 
 
 
 def _split_in_thirds(
-    split_of: Splits, state: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]
+    split_of: SplitOf, state: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]
 ) -> Split | None:
     """Return the same for queries, keys and values that are one after another in each rank; None if it has fewer keys
     than queries."""
@@ -155,6 +155,6 @@ _DIVIDED = {
 }
 
 
-def _of_parameters(split_of: Splits) -> Splits:
+def _of_parameters(split_of: SplitOf) -> SplitOf:
     """Return the same for numbers, such as the step of an optimizer, and for what stage 3 has emptied: copies."""
     return lambda name, parts: split_of(name, parts) if parts[0].shape and parts[0].numel else WHOLE

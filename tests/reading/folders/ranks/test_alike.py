@@ -231,7 +231,7 @@ def test_damage_is_found_as_in_a_file_that_is_read_by_itself(tmp_path: Path, ali
 def test_it_makes_what_reading_all_of_a_rank_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(tmp_path, _other_mean)
     quick = ckptfix.open_checkpoint(tmp_path)
-    monkeypatch.setattr(fsdp._Merge, "_alike", lambda *given: None)
+    monkeypatch.setattr(fsdp._RankMerge, "_alike", lambda *given: None)
     whole = ckptfix.open_checkpoint(tmp_path)
     assert (quick.remarks, quick.producer, quick.keys()) == (whole.remarks, whole.producer, whole.keys())
     assert all(bytes_of(quick.read(key)) == bytes_of(whole.read(key)) for key in whole.specs)
