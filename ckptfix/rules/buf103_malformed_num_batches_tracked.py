@@ -71,7 +71,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
     if keys:
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(keys), 'counter')} of batches that are not int64[] ({', '.join(forms)})",
+            f"{counted(len(keys), 'batch counter')} that are not int64[] ({', '.join(forms)})",
             keys=keys,
             evidence={"forms": forms},
             fix=Fix.safe(edits),
@@ -80,7 +80,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
         shown = ", ".join(dict.fromkeys(broken.values()))
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(broken), 'counter')} of batches with an invalid value ({shown})",
+            f"{counted(len(broken), 'batch counter')} with an invalid value ({shown})",
             keys=broken,
             evidence={"values": broken},
             fix=Fix.unsafe(zeros),

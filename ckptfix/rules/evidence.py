@@ -104,8 +104,8 @@ def widths(change: Change) -> list[Change]:
 def by_recipe(optimizer: Optimizer, change: Change, is_rare: bool = False) -> list[tuple[OptimizerScope, Naming]]:
     """Return the recipes that fit; if a trainer left its own file next to the checkpoint, only that trainer's.
 
-    A script's own groups are not tried if a sorted file allows more than ``ORDERS`` orders. Rare orders count only if
-    no recipe with the model's order fits; ``is_rare`` returns nothing else."""
+    A script's own groups are not tried if a sorted file allows more than ``ORDERS`` orders. Rare orders are added if
+    recipes fit, but none with the model's order; ``is_rare`` returns only rare ones."""
     new = change.of_model({key: spec.shape for key, spec in change.result.items()})
     known = [scope for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
 

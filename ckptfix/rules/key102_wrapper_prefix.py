@@ -94,7 +94,7 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     if counters:
         named = ", ".join(sorted({key.rpartition(".")[2] for key in counters}))
-        message += f"{', and ' if message else ''}AveragedModel's counter {named} beside the model"
+        message += f"{', and ' if message else ''}AveragedModel's counter {named} next to the model"
     edits = (*renames(new), *(Drop(key) for key in counters))
     yield rule.finding(Level.ERROR, message, keys=(*new, *counters), fix=Fix.safe(edits))
 

@@ -141,8 +141,8 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     if proof is not None and proof.is_proved and proof.unobservable:
         yield rule.finding(
             Level.NOTE,
-            f"{counted(len(proof.unobservable), 'key')} of the map unobservable: swapping it with a tensor of the "
-            "same shape changes no output",
+            f"{counted(len(proof.unobservable), 'unobservable key')} in the map: a swap with a tensor of the same "
+            "shape changes no output",
             keys=proof.unobservable,
         )
     if ambiguous:

@@ -104,7 +104,7 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
             is_meant = context.target is None and context.settings.weights is None
             yield rule.finding(
                 Level.WARNING if is_set and is_meant else Level.NOTE,
-                f"beside the weights, in {place}, {_message(bad)}",
+                f"outside the weights, in {place}, {_message(bad)}",
                 evidence={"part": place, "tensors": len(bad)},
                 remedies=advise(f"do not load {place} from this file"),
             )

@@ -42,7 +42,7 @@ def constant(rule: Rule, context: Context) -> Iterator[Finding]:
     for keys, fix in replaced_apart(rule, context, found, lambda key, figures: not figures.is_constant):
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(keys), 'weight matrix')} {'is' if len(keys) == 1 else 'are'} with a single value",
+            f"{counted(len(keys), 'weight matrix')} {'has' if len(keys) == 1 else 'have'} only one value",
             keys=keys,
             evidence={
                 "tensors": {key: {"value": statistics[key].maximum, "numel": statistics[key].numel} for key in keys}

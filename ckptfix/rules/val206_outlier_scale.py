@@ -65,7 +65,7 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
         verb, whose = ("is", "its") if len(keys) == 1 else ("are", "their")
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(keys), 'weight matrix')} {verb} up to {worst:.2g} times as large as {whose} kind",
+            f"{counted(len(keys), 'weight matrix')} {verb} up to {worst:.2g} times as large as others of {whose} kind",
             keys=keys,
             evidence={
                 "tensors": {

@@ -45,7 +45,7 @@ def test_a_layer_that_the_model_fills_so_is_quiet():
 def test_a_matrix_of_one_value_is_a_warning(key):
     (finding,) = propose(constant, {key: torch.full((16, 16), 0.3)})
     assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, (key,), None)
-    assert finding.message == "1 weight matrix is with a single value"
+    assert finding.message == "1 weight matrix has only one value"
     assert finding.evidence["tensors"][key]["value"] == pytest.approx(0.3)
 
 
