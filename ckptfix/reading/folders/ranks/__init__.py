@@ -1,1 +1,1 @@
-"""Folders of ranks: each process of a distributed training saved its part. One module a framework, one merger."""
+"""Folders of ranks, where each process of a distributed training saved its part. One module per framework."""

@@ -1,8 +1,8 @@
-"""Reads ranks whose pickle is that of another one except for the place of the rank.
+"""Reads ranks whose pickle equals that of another rank except for the place of the rank.
 
-What FSDP 2 saves of a rank says where this is in the mesh that all its tensors share, what FSDP 1 saves, which rows of
-each tensor it has; and perhaps the number of its GPU. If all other bytes are the same, so are the tensors, in the
-storages of the rank, and the pickle is not run: one of FSDP 1 lists the parts of all ranks for each tensor."""
+Pickles of FSDP 2 have the rank's coordinates in the mesh of all tensors, those of FSDP 1 the offsets of each part, and
+both may have the number of the GPU. If all other bytes are equal, the tensors are the same, in the rank's own storages,
+and the pickle need not be run. This saves time, as a pickle of FSDP 1 lists the parts of all ranks for each tensor."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from ckptfix.reading.torch_files.torch_zip import Reading, open_archive
 
 RankLeaves = list[tuple[ContainerPath, Any]]  # the tensors and numbers of a container, with their paths
 
-# In pickles of protocol 2: a number below 2 ** 31, what keeps a value in the memo, what recalls one, and a class.
+# In pickles of protocol 2: an integer below 2 ** 31, opcodes that store in and read from the memo, and a class.
 _INT, _PUT, _GET = rb"(?:K.|M..|J....)", rb"(?:q.|r....)", rb"(?:h.|j....)"
 _CLASS = rb"(?:c[\w.]+\n\w+\n" + _PUT + rb"|" + _GET + rb")"
 _LIST = rb"\]" + _PUT + rb"\(?(?P<%s>" + _INT + rb"{1,8})[ae]"
 _DEVICE = rb"(?:cuda|[hmnx]pu)"
-# What differs: the rank of a mesh, its place in it, the names of devices (`cuda:3`), and `torch.device("cuda", 3)`.
+# What may differ: the rank in a mesh, its coordinates, names of devices (`cuda:3`), and `torch.device("cuda", 3)`.
 _PLACE = (
     rb"X\x05\0\0\0_rank" + _PUT + _INT + rb"|"
     rb"X\x12\0\0\0_coordinate_on_dim" + _PUT + rb"(?:\]" + _PUT + rb")?\(?(?P<place>" + _INT + rb"{1,4})[aet\x85-\x87]|"
     rb"X[\5\6]\0\0\0" + _DEVICE + rb":\d|(?:" + _GET + rb"|" + _DEVICE + _PUT + rb")K.\x86" + _PUT + rb"R"
 )
 _NUMBER = re.compile(_INT, re.DOTALL)
-_BASES = 3  # ranks that others may be like: the last that were read by themselves
+_BASES = 3  # ranks to compare others with: the last ones whose pickles were run
 
 
 class AlikeRanks:
-    """The ranks that were read by themselves: what their files hold, and where those of others may differ."""
+    """The ranks whose pickles were run, with which the pickles of other ranks are compared."""
 
     def __init__(self) -> None:
         self._bases: list[_Base] = []
 
     def add(self, content: Content, leaves: RankLeaves, groups: list[Any]) -> None:
-        """Add a rank, of which the tensors and the groups of optimizers are known."""
+        """Add a rank with its tensors and the parameter groups of its optimizers."""
         if (own := _Pickle.of(content)) is not None and (base := _Base.of(own, leaves, groups)) is not None:
             self._bases = [base, *self._bases][:_BASES]
 
     def leaves(self, content: Content) -> tuple[RankLeaves, list[Any]] | None:
-        """Return the tensors and groups of another rank; None if its file has to be read by itself.
+        """Return the tensors and groups of another rank; None if its pickle has to be run.
 
         Raises ``UnreadableError`` if it is damaged."""
         own = _Pickle.of(content) if self._bases else None
@@ -61,7 +61,7 @@ class AlikeRanks:
 
 
 class _Pickle(Struct):
-    """The pickle of an archive about which there is nothing to say, and the names of its members."""
+    """The pickle of an intact archive, and the names of its members."""
 
     reading: Reading
     names: set[str]
@@ -69,7 +69,7 @@ class _Pickle(Struct):
 
     @classmethod
     def of(cls, content: Content) -> _Pickle | None:
-        """Return the pickle of a file; None if it is not an archive, or there is anything to say about that."""
+        """Return the pickle of a file; None if it is not an archive, or is damaged or unusual."""
         if not is_zip(content):
             return None
         archive = open_archive(content)
@@ -84,8 +84,8 @@ class _Pickle(Struct):
 
 
 class _MeshPlaces(Struct):
-    """What a pickle says of the place of its rank: in each mesh that it names, and of each part of a tensor its
-    offsets, and its sizes, which have to be those of the other rank."""
+    """The place of a rank in its pickle: its coordinates in each mesh, and the offsets and sizes of each part. Sizes
+    have to equal those of the other rank."""
 
     meshes: list[list[int]]
     offsets: list[list[int]]
@@ -93,7 +93,7 @@ class _MeshPlaces(Struct):
 
     @classmethod
     def of(cls, found: list[re.Match[bytes]]) -> _MeshPlaces:
-        """Return what the places in a pickle say."""
+        """Return the places from the matches in a pickle."""
         groups = [match.groupdict() for match in found]
         return cls(
             [_numbers(each["place"]) for each in groups if each["place"]],
@@ -103,7 +103,7 @@ class _MeshPlaces(Struct):
 
 
 class _Base(Struct):
-    """A rank that others may be like: what its pickle has between the places in which they may differ."""
+    """A rank to compare others with, and the bytes of its pickle between the places that may differ."""
 
     names: set[str]
     pattern: re.Pattern[bytes]
@@ -114,7 +114,7 @@ class _Base(Struct):
 
     @classmethod
     def of(cls, own: _Pickle, leaves: RankLeaves, groups: list[Any]) -> _Base | None:
-        """Return a rank for others to be like; None if the parts of its tensors are not found in its pickle."""
+        """Return a rank to compare others with; None if the parts of its tensors are not found in its pickle."""
         pattern = re.compile(rb"|".join((*_of_shards(own.data), _PLACE)), re.DOTALL)
         found = list(pattern.finditer(own.data))
         stops, starts = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(own.data)]
@@ -127,12 +127,12 @@ class _Base(Struct):
         return cls(own.names, pattern, between, places.sizes, leaves, groups)
 
     def moved(self, own: _Pickle) -> RankLeaves | None:
-        """Return the tensors of a rank that is like this one; None if it is not."""
+        """Return the tensors of another rank if its pickle equals this one except for its place; None otherwise."""
         if own.names != self.names or (places := self._places(own.data)) is None:
             return None
         is_on_mesh = any(isinstance(leaf, Divided) and leaf.splits for _, leaf in self.leaves)
         if is_on_mesh and len(places.meshes) != 1:
-            return None  # of several meshes, nothing says which tensor is on which
+            return None  # with several meshes, it is unknown which tensor is on which
         storages: dict[int, Storage] = {}
         boxes: dict[Any, Box] = {}
         offsets = iter(places.offsets)
@@ -160,11 +160,11 @@ class _Base(Struct):
                     leaf = Divided(leaf.kind, leaf.shape, leaf.world, parts, leaf.splits)
                 made.append((path, leaf))
         except (KeyError, ValueError, AttributeError, IndexError):
-            return None  # a tensor that has no storage or several
+            return None  # a tensor with no storage, or several
         return None if own.reading.torn else made
 
     def _places(self, data: bytes) -> _MeshPlaces | None:
-        """Return what a pickle says of its rank; None if it is another one in anything else."""
+        """Return the places in a pickle; None if it differs in anything else."""
         found, at = [], 0
         for part in self.between[:-1]:
             if not data.startswith(part, at) or (match := self.pattern.match(data, at + len(part))) is None:
@@ -176,8 +176,8 @@ class _Base(Struct):
 
 
 def _of_shards(data: bytes) -> tuple[bytes, ...]:
-    """Return the patterns of what a pickle says of the rank of a ``ShardedTensor``: which part of the whole it has,
-    and who it is in its group; nothing if it has none."""
+    """Return the patterns for the place of a ``ShardedTensor``: its part of the whole, and its rank in the group; empty
+    if the pickle has none."""
     words = {}
     for word in b"metadata shard_offsets shard_sizes placement _worker_name _rank local_rank global_rank".split():
         written = re.search(rb"X" + bytes((len(word), 0, 0, 0)) + word + rb"(?:q(.)|r(....))", data, re.DOTALL)

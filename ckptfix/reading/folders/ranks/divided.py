@@ -1,4 +1,4 @@
-"""Tensors of which a rank has a part: ``ShardedTensor`` (FSDP 1) and ``DTensor``, and which part of the whole it is.
+"""Tensors of which a rank has parts: ``ShardedTensor`` (FSDP 1) and ``DTensor``, and the boxes of these parts.
 
 Sources: ``torch/distributed/_shard/sharded_tensor/api.py``, ``torch/distributed/tensor/placement_types.py``,
 ``torch/distributed/device_mesh.py`` (2.0 to 2.13)."""
@@ -18,13 +18,13 @@ from ckptfix.core.wording import first_names
 from ckptfix.reading.folders.ranks.files import MOST_RANKS
 from ckptfix.reading.pickles.claims import sizes
 
-# How a mesh divides a tensor: each dimension of the mesh, in order, with its size and the dimension that it divides.
+# How a mesh splits a tensor: each dimension of the mesh in order, its size, and the dimension of the tensor.
 _MeshSplits = tuple[tuple[int, int, int], ...]
 
 
 class Divided(Struct):
-    """A tensor of which a rank has parts: its class, the shape of the whole, how many ranks have parts of it, and those
-    of the rank. ``splits`` says how a mesh divides it; None if each part says its box itself."""
+    """A tensor of which a rank has parts: its class, the shape of the whole, the number of ranks, and the rank's parts
+    with their boxes. ``splits`` is how a mesh splits it; None if each part has its own box."""
 
     kind: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Divided(Struct):
 
 
 def divided(tensor: Opaque) -> Divided:
-    """Return what a pickled tensor says of its part. Raises ``ValueError`` and the like if it does not say it."""
+    """Return the parts of a pickled tensor. Raises ``ValueError`` or another of ``MALFORMED`` if it is invalid."""
     return _of_mesh(tensor) if "_local_tensor" in tensor.attributes else _of_shards(tensor)
 
 
@@ -71,13 +71,13 @@ def _of_mesh(tensor: Opaque) -> Divided:
 
 
 def _check_order(mesh: Mapping[str, Any], counts: Sequence[int], splits: Sequence[tuple[int, int, int]]) -> None:
-    """Raise ``ValueError`` if the ranks along a dimension that divides a tensor are not in order: torch deals its parts
-    out by rank, and calls them by their place in the mesh."""
+    """Raise ``ValueError`` if the ranks along a dimension that splits a tensor are not in order: torch distributes the
+    parts by rank, but labels them by coordinates in the mesh."""
     ranks = list(mesh.get("_flatten_rank_map") or mesh.get("_flatten_mesh_list") or ())  # since 2.9, and before
     if ranks == sorted(ranks):
         return
     strides = contiguous_strides(tuple(counts))
-    is_whole = len(ranks) == math.prod(counts)  # and not a part of another mesh
+    is_whole = len(ranks) == math.prod(counts)  # not a part of another mesh
     for axis, count, _ in splits:
         step = strides[axis]
         firsts = [at for at in range(len(ranks) - step) if at // step % count + 1 < count]
@@ -86,7 +86,7 @@ def _check_order(mesh: Mapping[str, Any], counts: Sequence[int], splits: Sequenc
 
 
 def box_on_mesh(shape: tuple[int, ...], splits: _MeshSplits, coordinates: Sequence[int]) -> Box:
-    """Return the box of a tensor that a rank at a place in the mesh has."""
+    """Return the box of a tensor on the rank with these coordinates in the mesh."""
     offsets, lengths = [0] * len(shape), list(shape)
     for axis, count, dim in splits:
         share = -(-lengths[dim] // count)
@@ -96,13 +96,13 @@ def box_on_mesh(shape: tuple[int, ...], splits: _MeshSplits, coordinates: Sequen
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of a mesh: that of its tensor of ranks, or of its layout since torch 2.9."""
+    """Return the shape of a mesh, from its tensor of ranks, or since torch 2.9 from its layout."""
     if isinstance(mesh.get("mesh"), TensorSpec):
         return tuple(mesh["mesh"].shape)
     layout = mesh["_layout"]
     fields = layout.attributes
     if "axes" in fields:
-        # Of an axis, torch keeps no size of 1, and several sizes if it flattened axes that are not beside each other.
+        # An axis has no sizes of 1, and several sizes if it was flattened from axes that are not adjacent.
         return tuple(math.prod(sizes(axis.attributes["shape"])) for axis in fields["axes"])
     shape = fields["shape"] if "shape" in fields else layout.args[0]
     return (shape,) if isinstance(shape, int) else sizes(shape)
@@ -111,7 +111,7 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
 def _order(placements: Sequence[Any], shard_order: Any) -> list[int]:
     """Return the dimensions of the mesh in the order in which they split the tensor.
 
-    A ``_StridedShard`` marks a dimension that was split by tensor parallelism first, whose dimension of the mesh comes
+    A ``_StridedShard`` marks a dimension that tensor parallelism split first, although its dimension of the mesh comes
     after that of FSDP."""
     if shard_order:
         dims = [entry.args[1] if entry.args else entry.attributes["mesh_dims"] for entry in shard_order]

@@ -1,7 +1,7 @@
 """fairscale's FSDP (fairseq, metaseq, OPT): ``local_state_dict()`` of every rank beside ``local_metadata_dict()``.
 
-``shard_metadata`` says for every wrapped module the names and shapes that are flat in each of its parameters. A flat
-parameter is cut into equal parts, the last of which are padded. Source: ``fully_sharded_data_parallel.py``,
+``shard_metadata`` has, for every wrapped module, the names and shapes in each of its flat parameters. A flat parameter
+is split into equal parts, the last of which are padded. Source: ``fully_sharded_data_parallel.py``,
 ``consolidate_shard_weights`` (0.4)."""
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _METADATA = "shard_metadata"
 
 
 def has_metadata(root: Any) -> bool:
-    """Return whether a file says how fairscale has flattened its parameters."""
+    """Return whether a file has fairscale's metadata of flat parameters."""
     return isinstance(root, dict) and isinstance(held := root.get(_METADATA), dict) and "param_metadata" in held
 
 
 def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, Path], pattern: str) -> Document:
-    """Return the merged document of ranks; a parameter that lacks a rank is torn."""
+    """Return the merged document of ranks; parameters with missing ranks are torn."""
     names = {rank: present[rank].name for rank in roots}
     odd = files.of_another_save({rank: _said(root) for rank, root in roots.items()}, names, "step, lengths or dtypes")
     roots = {rank: root for rank, root in roots.items() if rank not in odd}
@@ -85,7 +85,7 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
 
 
 def _said(root: Any) -> tuple[object, ...]:
-    """Return what all ranks of a save say alike: counters, fairseq's too, and how long its flat parameters are."""
+    """Return facts that are equal on all ranks of a save: counters, fairseq's too, and lengths of flat parameters."""
     holders = (root, *(root.get("optimizer_history") or ())[-1:])
     counters = [
         (key, value) for held in holders for key, value in held.items() if key in COUNTERS and type(value) is int

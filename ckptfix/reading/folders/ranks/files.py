@@ -1,4 +1,4 @@
-"""The files of a folder that ranks wrote: which of them there are, what they hold, and which are missing."""
+"""The files of ranks in a folder: which exist, their content, and which are missing or from another save."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from ckptfix.reading.formats import read_document
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document
 
-MOST_RANKS = 1 << 20  # ranks that a file may claim: more than any training ever had
+MOST_RANKS = 1 << 20  # ranks that a file may claim; no training has had as many
 
-# What reading the fields of inert data raises if they are not as a framework writes them.
+# The errors of reading inert data that a framework did not write.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 
-# Keys of numbers that are the same in all ranks of one save.
+# Keys of numbers that are equal on all ranks of a save.
 COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter", "num_updates"))
 
 _LISTED = 4
 _TAG_LIMIT = 1 << 10
 _FACTS = 4096
-# Bytes of a storage that are looked at, and how many different ones constant tensors have at most.
+# Bytes of a storage that are examined, and the largest number of distinct ones in a constant tensor.
 _LOOKED_AT, _FEW = 4096, 8
 
 _NUMBER = re.compile(r"\d+")
 
-# Settings that are a rank's own, how many are compared, and how the names of tensors end that are a rank's own.
+# Names of settings that differ between ranks, the number of settings that are compared, and the suffix of tensors that
+# differ between ranks.
 _PRIVATE = re.compile(r"rank|rng|random|params$|padding|device|host|node|addr|time|path|dir")
 _MOST_SETTINGS = 10_000
 _OWN = "_extra_state"
@@ -47,7 +48,7 @@ _Rank = TypeVar("_Rank")
 
 
 def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
-    """Return the files whose whole name matches, by the numbers in its groups, in numerical order.
+    """Return the files whose names match, by the numbers in the groups of the pattern, in numerical order.
 
     Raises ``UnreadableError`` for two files with the same numbers."""
     found: dict[tuple[int, ...], Path] = {}
@@ -58,15 +59,15 @@ def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Pat
 
 
 def add_rank(found: dict[_Rank, Path], rank: _Rank, path: Path) -> None:
-    """Add the file of a rank. Raises ``UnreadableError`` if the rank has one: the folder is of two saves."""
+    """Add the file of a rank. Raises ``UnreadableError`` if the rank has another one, of a second save."""
     if (other := found.setdefault(rank, path)) != path:
         names = first_names(sorted((other.name, path.name)))
         raise UnreadableError(f"{path.parent}: {names} are files of one rank; keep only those of one save")
 
 
 def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool], name: Callable[[str], str] = str) -> Path | None:
-    """Return the folder of a save: this one, the one that the file ``latest`` names, or the only one in it; None if
-    there is none.
+    """Return the folder of a save (``is_one``): this one, the one that the file ``latest`` names, or the only one in
+    it; None if there is none.
 
     Raises ``UnreadableError`` if there are several."""
     if is_one(folder):
@@ -83,11 +84,10 @@ def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool], name: Call
 def latest_of(
     folder: Path, latest: str, is_one: Callable[[Path], bool], name: Callable[[str], str] = str
 ) -> Path | None:
-    """Return the save that the file ``latest`` of a training names; ``name`` makes the folder's name of the word in it.
+    """Return the folder of the save that the file ``latest`` names; ``name`` converts its text to a folder name.
 
-    None if there is no such file, or if it names something else.
-
-    Raises ``UnreadableError`` if the save is not there, and others are."""
+    None if there is no such file, or if it names something else. Raises ``UnreadableError`` if the save is missing and
+    others exist."""
     file = folder / latest
     if not file.is_file() or file.stat().st_size > _TAG_LIMIT:
         return None
@@ -102,19 +102,19 @@ def latest_of(
 
 
 def unlike_most(of_rank: Mapping[_Rank, object]) -> list[_Rank]:
-    """Return the ranks whose facts differ from those of most."""
+    """Return the ranks whose facts differ from those of most ranks."""
     shown = {rank: repr(facts)[:_FACTS] for rank, facts in of_rank.items()}
     usual = Counter(shown.values()).most_common(1)
     return [rank for rank, facts in shown.items() if facts != usual[0][0]]
 
 
 def note_copies(remarks: dict[Fact, None], keys: Iterable[str], may_drift: bool = True) -> None:
-    """Note tensors of which ranks hold copies that differ, as some may in a training; the first is taken."""
+    """Remark tensors whose copies differ between ranks, of which the first is taken; some may drift in training."""
     remarks.update({Fact.of(Kind.RANK_COPIES, key, drift=may_drift or key.endswith(_OWN)): None for key in keys})
 
 
 def _settings(tree: Any) -> dict[str, object]:
-    """Return the plain values in what a rank says of its training, by their paths; none that are a rank's own."""
+    """Return the plain values in the settings of a rank by their paths, except those that differ between ranks."""
     found: dict[str, object] = {}
     pending = [("", tree)]
     for _ in range(_MOST_SETTINGS):
@@ -134,7 +134,7 @@ def _settings(tree: Any) -> dict[str, object]:
 
 
 def sums_of(specs: Sequence[TensorSpec]) -> tuple[object, ...]:
-    """Return the checksums of tensors, with what each views of its storage; nothing if one has none."""
+    """Return the checksums of tensors' storages, each with the view of the tensor; empty if one has no checksum."""
     known = tuple(
         (stored.crc32, stored.nbytes, spec.offset, spec.shape, spec.strides)
         for spec in specs
@@ -145,29 +145,29 @@ def sums_of(specs: Sequence[TensorSpec]) -> tuple[object, ...]:
 
 
 def are_varied(specs: Sequence[TensorSpec]) -> bool:
-    """Return whether any tensor begins with more than a few values: those of hardly more than one are alike by
-    right."""
+    """Return whether any tensor begins with more than a few distinct bytes: constant tensors may be equal on several
+    ranks."""
     stored = (storage for spec in specs for storage in spec.storages)
     return any(len({*storage.source.read(0, min(storage.nbytes, _LOOKED_AT))}) > _FEW for storage in stored)
 
 
 class RankFiles:
-    """One reading of the files of a folder: what is damaged, and what was noticed."""
+    """Reads the files of a folder, and collects damage and remarks."""
 
     def __init__(self, folder: Path, salvage: bool, named: Path | None = None) -> None:
         self.folder, self.salvage = folder, salvage
-        self.named = named  # the file for which those of its ranks are read, if not for the folder
+        self.named = named  # the file that was opened, if not the folder
         self.names: set[str] = set()
         self._home: Path | None = None
-        self._opened: tuple[Path, Content] | None = None  # the last one
-        self._saved_as: dict[Path, str] = {}  # what a file was called when it was saved
+        self._opened: tuple[Path, Content] | None = None  # the last opened file
+        self._saved_as: dict[Path, str] = {}  # the original names of files
         self.remarks: dict[Fact, None] = {}
         self.damage: list[Fact] = []
 
     def root(self, file: Path) -> Any:
-        """Return what a file holds, and keep what is noticed of it; None if it cannot be read, which is damage.
+        """Return the root object of a file, and keep its remarks; None if it cannot be read, which is damage.
 
-        Raises ``HostileError`` for a link that leads out of the folder."""
+        Raises ``HostileError`` for a link that leads outside the folder."""
         if (document := self.opened(file)) is None:
             return None
         self.remarks.update(dict.fromkeys(document.remarks))
@@ -179,7 +179,7 @@ class RankFiles:
             document = read_document(self.content(file))
         except UnreadableError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
-                raise  # nothing is wrong with the file
+                raise  # the process has too many open files, which is not the file's fault
             self.damage.append(Fact.of(Kind.RANK_UNREADABLE, file.name, error=str(error)))
             return None
         self.names |= document.names
@@ -187,9 +187,9 @@ class RankFiles:
         return document
 
     def content(self, file: Path) -> Content:
-        """Return the bytes of a file. Raises ``UnreadableError`` if they cannot be opened, ``HostileError`` for a link
-        that leads out of the folder, or elsewhere than that of the first file: the cache of the Hugging Face hub keeps
-        all files of a snapshot in another place."""
+        """Return the bytes of a file. Raises ``UnreadableError`` if it cannot be opened, ``HostileError`` if it is a
+        link that leads outside the folder and the real folder of the first file, in which the cache of the Hugging Face
+        hub keeps all files."""
         if self._opened is None or self._opened[0] != file:
             self._home = self._home or file
             found = file_inside(self.folder, file.relative_to(self.folder).as_posix(), str(self._home))
@@ -199,8 +199,8 @@ class RankFiles:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Raise ``UnreadableError`` in the place of what malformed data raises in the block, ``HostileError`` if the
-        files are built to run code."""
+        """Turn errors of malformed data in the body into ``UnreadableError``, or ``HostileError`` if the files are
+        built to run code."""
         with refusing_payload(str(self.folder), self.names):
             try:
                 yield
@@ -211,7 +211,7 @@ class RankFiles:
                 ) from error
 
     def note_missing(self, world: int, present: Mapping[int, Path], pattern: str) -> None:
-        """Note as damage the ranks of ``world`` that have no file; ``pattern`` is what the files are called."""
+        """Record as damage the ranks of ``world`` without a file; ``pattern`` formats the name of a rank's file."""
         if not 0 < world <= MOST_RANKS:
             raise HostileError(f"{self.folder}: claims {world} ranks; do not use this checkpoint")
         extra = [path.name for rank, path in present.items() if rank >= world]
@@ -223,9 +223,10 @@ class RankFiles:
             self.damage.append(Fact.of(Kind.RANKS_LACKING, absent=absent, ranks=world, names=first))
 
     def of_another_save(self, of_rank: Mapping[_Rank, object], names: Mapping[_Rank, str], what: str) -> list[_Rank]:
-        """Return the ranks of another save than most, which are damage if what is whole is to be salvaged.
+        """Return the ranks of another save than most, by facts that are equal on all ranks of a save.
 
-        Raises ``UnreadableError`` naming them if not, and if most are of no save."""
+        With ``salvage``, they are recorded as damage. Otherwise, or if they are not a minority, raises
+        ``UnreadableError`` with their names."""
         odd = unlike_most(of_rank)
         named = tuple(names[rank] for rank in odd)
         is_minor = 2 * len(odd) < len(of_rank)
@@ -240,7 +241,7 @@ class RankFiles:
         return odd
 
     def note_repeated(self, held: Mapping[str, Any]) -> None:
-        """Note files whose tensors are those of another one, by their checksums: one was copied over the other."""
+        """Remark files whose tensors have the same checksums as another file's: one was copied over the other."""
         seen: dict[tuple[object, ...], str] = {}
         for name, tree in held.items():
             specs = [spec for spec in tensors_in(tree) if spec.storage is not None]
@@ -248,7 +249,7 @@ class RankFiles:
                 self.remarks[Fact.of(Kind.RANK_REPEATED, name, other=other)] = None
 
     def note_foreign(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note files that were saved with other settings than most: they are of another run at the same step."""
+        """Remark files whose settings differ from those of most files: they are from another run at the same step."""
         said = {
             name: _settings({key: value for key, value in parts.items() if value is not None})
             for name, parts in saved.items()
@@ -263,9 +264,9 @@ class RankFiles:
         self.remarks.update({Fact.of(Kind.RANK_FOREIGN, name, names=tuple(paths)): None for name, paths in odd.items()})
 
     def note_order(self, numbers_of: Mapping[str, tuple[int, ...]], words: Mapping[str, object]) -> None:
-        """Note files that do not stand in the order of the numbers that they say themselves; ``words`` show these.
+        """Remark files whose order differs from that of the numbers in their content; ``words`` are for the message.
 
-        What was renumbered, and kept its order, is well."""
+        Files that were renumbered in the same order are fine."""
         last: tuple[str, tuple[int, ...]] | None = None
         for name, numbers in numbers_of.items():
             if last is not None and numbers <= last[1]:
@@ -274,8 +275,8 @@ class RankFiles:
             last = max(last or (name, numbers), (name, numbers), key=lambda each: each[1])
 
     def note_renamed(self) -> None:
-        """Note files that were saved under the name of another rank, which torch keeps in the archive, if only the name
-        says which part of the weights a file has."""
+        """Remark files that were saved under the name of another rank, which torch stores in the archive. For formats
+        in which only the name tells which part of the weights a file has."""
         alike: dict[tuple[Path, str], list[tuple[tuple[int, ...], str, str]]] = {}
         for file, saved in self._saved_as.items():
             if (form := _NUMBER.sub("0", saved)) == _NUMBER.sub("0", file.stem):
@@ -298,7 +299,7 @@ class RankFiles:
 
 
 def _saved_as(content: Content) -> str:
-    """Return the name under which ``torch.save`` wrote a zip, which is that of the folder in it; empty if unknown."""
+    """Return the name under which ``torch.save`` wrote a zip, which is the folder in it; empty if unknown."""
     header = read_header(content, 0)
     return header.name.partition(b"/")[0].decode("utf-8", "replace") if header and header.is_signed else ""
 

@@ -1,14 +1,15 @@
 """FSDP 1 and 2, HSDP, tensor parallelism: ``torch.save`` of every rank's ``state_dict()``, in files numbered by rank.
 
-A ``ShardedTensor`` (FSDP 1) says the box of each of its shards. A ``DTensor`` (FSDP 2, HSDP, tensor parallelism, FSDP 1
-with a mesh) says how it is placed on a mesh of ranks and where in the mesh this rank is, from which its box follows. A
-replicated tensor is the same box several times. Anything else is that of the first rank, as in torch's
+A ``ShardedTensor`` (FSDP 1) has the box of each of its shards. A ``DTensor`` (FSDP 2, HSDP, tensor parallelism, FSDP 1
+with a mesh) has its placements on a mesh of ranks and the coordinates of its rank, from which its box follows. A
+replicated tensor is the same box several times. Everything else is taken from the first rank, as in torch's
 ``full_state_dict``.
 
-Trainers save the optimizer beside the ranks of a model, in ranks of its own or as a folder: verl has
-``optim_world_size_8_rank_0.pt``, whose DTensors have the numbers of the parameters, accelerate
-``optimizer_0_rank0.bin`` and the folder ``optimizer_0``, whose tensors have their names. The shapes of these moments
-are those of weights that ``LOCAL_STATE_DICT`` has flattened. Schedulers and random states are each rank's own.
+Trainers save the optimizer beside the ranks of a model, in files of ranks or as a folder: verl has
+``optim_world_size_8_rank_0.pt``, whose DTensors are keyed by the numbers of parameters, accelerate
+``optimizer_0_rank0.bin`` and the folder ``optimizer_0``, whose tensors are keyed by name. Weights that
+``LOCAL_STATE_DICT`` flattened get the shapes of their moments. Schedulers and random states differ between ranks, and
+are not merged.
 
 Names of files: verl, dinov2, fvcore, accelerate, torch_checkpointing."""
 
@@ -49,22 +50,22 @@ NAME = FSDP
 
 _DEPTH = 32
 _SETTLED = 2_000_000_000  # nanoseconds
-# Bytes of a file in which its pickle names the first tensors, and what it says of those of ranks.
+# Bytes of a file that contain the first tensors in its pickle, and the marks of tensors of ranks.
 _HEAD = 64 << 10
 _DTENSOR = "DTensor"
 _MARKS = (b"ShardedTensor", b"DTensor", b"shard_metadata")
-# How the names of files begin that a trainer has beside those of the model (verl, accelerate).
+# Prefixes of a trainer's files beside those of the model (verl, accelerate).
 _OPTIMIZERS = "optim"
 _BESIDE = (_OPTIMIZERS, "extra_state", "rng", "random", "scheduler", "lr_scheduler", "dataloader", "train_state")
 
 OPTIMIZER = "optimizer"
 
-# The name of files or of a folder beside those of the model, and what reads them: None if no tensor in them is divided.
+# The name of files or of a folder beside the model, and a function that reads them (None if no tensor is sharded).
 _Beside = tuple[str, Callable[[], Document | None]]
 
 
 class RankSet(Struct, frozen=True):
-    """Files of one save: what their names have in common, and each under its rank; ``world`` is 0 if not named."""
+    """The files of one save by rank, and the common parts of their names; ``world`` is 0 if not in the names."""
 
     stem: str
     world: int
@@ -73,22 +74,22 @@ class RankSet(Struct, frozen=True):
 
     @property
     def pattern(self) -> str:
-        """The name of a file, with a place for the rank."""
+        """The name of a file with a placeholder for the rank."""
         first, path = next(iter(self.files.items()))
         return re.sub(rf"((?:rank|shard)[._=-]?|_)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
 
 
-_SetKey = tuple[str, int, str]  # what tells the sets of a folder apart: stem, world and suffix
+_SetKey = tuple[str, int, str]  # identifies a set in a folder: stem, world and suffix
 
 
 def rank_sets(folder: Path) -> Mapping[_SetKey, RankSet]:
     """Return the sets of files in a folder that are numbered by rank, as far as their names say."""
     changed, now = folder.stat().st_mtime_ns, time.time_ns()
-    # A folder that has just changed may change again without another time.
+    # A folder that was changed just now may change again without a new modification time.
     return _sets_of(folder, changed if now - changed > _SETTLED else now)
 
 
-@lru_cache(maxsize=1)  # asked for with every file of a folder, of which there may be thousands
+@lru_cache(maxsize=1)  # called for every file of a folder, of which there may be thousands
 def _sets_of(folder: Path, changed: int) -> Mapping[_SetKey, RankSet]:
     found: dict[_SetKey, dict[int, Path]] = {}
     numbered = _names(folder)
@@ -112,7 +113,7 @@ def find(folder: Path) -> Path | None:
 
 
 def is_named(folder: Path) -> bool:
-    """Return whether a file of the set that would be read says near its start that it holds tensors of ranks."""
+    """Return whether the set of files that would be read has tensors of ranks, by the start of its first file."""
     if (found := _chosen(folder)) is None:
         return False
     with next(iter(found.files.values())).open("rb") as opened:
@@ -135,7 +136,7 @@ def document(files: RankFiles) -> Document | None:
 
 
 def _beside(files: RankFiles) -> Iterator[_Beside]:
-    """Yield what a trainer has saved in a folder beside the ranks of its model."""
+    """Yield the files and folders that a trainer saved beside the ranks of its model."""
 
     def read_set(ranks: RankSet) -> Document | None:
         others = RankFiles(files.folder, files.salvage)
@@ -151,9 +152,9 @@ def _beside(files: RankFiles) -> Iterator[_Beside]:
 
 
 def _with_beside(document: Document, others: Iterator[_Beside]) -> Document:
-    """Return the document of a model with the optimizer that is beside it, under ``optimizer``.
+    """Return the document of a model with the optimizer beside it added under ``optimizer``.
 
-    What cannot be merged is noted, and the weights are read without it."""
+    Files that cannot be merged are remarked and left out."""
     for name, read in others:
         why = ""
         found: Document | None = None
@@ -180,13 +181,13 @@ def _with_beside(document: Document, others: Iterator[_Beside]) -> Document:
 
 
 def _optimizer(root: Any) -> dict[str, Any] | None:
-    """Return the state of an optimizer: what was saved, or in it under a name, as accelerate has it; None if none."""
+    """Return the state of an optimizer: the root, or its member ``optimizer`` (accelerate); None if it is neither."""
     held = root.get(OPTIMIZER, root) if isinstance(root, dict) else None
     return held if isinstance(held, dict) and is_optimizer(held) and isinstance(held.get("state"), dict) else None
 
 
 def _shaped(document: Document, state: Mapping[Any, Any]) -> Document:
-    """Return a document whose flattened weights have the shapes of their moments."""
+    """Return the document with its flattened weights in the shapes of their moments."""
     flattened = next((fact for fact in document.remarks if fact.kind is Kind.FLATTENED), None)
     weights = document.root.get("model")
     if flattened is None or not isinstance(weights, dict):
@@ -224,20 +225,20 @@ def _models(every: Mapping[_SetKey, RankSet]) -> list[RankSet]:
     sets = [found for found in sets if found.stem.startswith("model")] or sets
     if len(sets) < 2:
         return sets
-    # Links to one of several sets say which is the latest, as `latest-rank0.pt` of Composer.
+    # Links to one of several sets mark the latest, such as `latest-rank0.pt` of Composer.
     links = {path.resolve().name for found in sets for path in found.files.values() if path.is_symlink()}
     return [each for each in sets if any(path.name in links for path in each.files.values())] or sets
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of a file of one rank, if there are others of its set, or should be by its name."""
+    """Return the folder of a rank's file if its set has other files, or should have by its name; None otherwise."""
     match = _names(file.parent).fullmatch(file.name)
     found = rank_sets(file.parent).get(_key(match)) if match else None
     return file.parent if found is not None and max(len(found.files), found.world) > 1 else None
 
 
 class _Collected(Struct):
-    """What the ranks hold under one path: boxes of a whole tensor, stretches of it, or the same plain tensor."""
+    """The tensors of all ranks under one path: boxes of a whole tensor, stretches of it, or a plain tensor."""
 
     first: Divided | None = None
     dtype: str = ""
@@ -245,17 +246,17 @@ class _Collected(Struct):
     plain: TensorSpec | None = None
     plain_in: list[int] = field(default_factory=list)  # the ranks that have it as a plain tensor
     differs: bool = False
-    # Views of the ranks' flat parameters, each with the place of those (`LOCAL_STATE_DICT` with the names).
+    # Views of the ranks' flat parameters, each with the position of these (`LOCAL_STATE_DICT` with original names).
     stretches: list[tuple[int, TensorSpec]] = field(default_factory=list)
 
 
 class _RankMerge:
-    """One merging of files: the tensors by their path in the container, collected rank by rank."""
+    """Merges files of ranks: collects the tensors rank by rank, by their path in the container."""
 
     def __init__(self, files: RankFiles, ranks: RankSet) -> None:
         self.files, self.ranks, self.path = files, ranks, str(files.folder)
         self.found: dict[ContainerPath, _Collected] = {}
-        # What all ranks of one save say alike, and how those divide a tensor that do it unlike the first.
+        # Facts that are equal on all ranks of a save, and the layouts of tensors that differ from the first rank's.
         self.said: dict[str, dict[int, Any]] = {}
         self.unlike: dict[ContainerPath, dict[int, object]] = {}
         self.kinds: set[str] = set()
@@ -265,13 +266,13 @@ class _RankMerge:
         self.places: dict[int, Path] = {}  # of flat parameters
 
     def document(self) -> Document | None:
-        """Return the merged document; None if no tensor is a part of a larger one, and the ranks are no copies."""
+        """Return the merged document; None if no tensor is sharded and the ranks are not copies either."""
         first: Any = None
         lacking: dict[ContainerPath, Path] = {}
         alike = AlikeRanks()
         for rank, file in self.ranks.files.items():
             if 0 < self.world <= rank:
-                break  # ranks of another save, of which there may be any number, are damage
+                break  # any number of ranks of another save may follow; they are damage
             if (held := None if first is None else self._alike(alike, file)) is not None:
                 leaves, groups = held
             else:
@@ -287,7 +288,7 @@ class _RankMerge:
             self._collect(rank, file, leaves)
             lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))
             if not (self.kinds or self._are_whole):
-                return None  # the files of the other ranks are not read for it
+                return None  # without reading the files of the other ranks
             if held is None:
                 first = root if first is None else first
                 alike.add(self.files.content(file), leaves, groups)
@@ -296,7 +297,7 @@ class _RankMerge:
         self.kinds = self.kinds or {_DTENSOR}
         if odd := self._of_another_save():
             mixed = [fact for fact in self.files.damage if fact.kind is Kind.RANKS_OF_ANOTHER_SAVE]
-            self.files.damage[:] = mixed  # the rest is noted again as the others are read without those
+            self.files.damage[:] = mixed  # other damage is recorded again when the remaining ranks are read
             rest = {rank: file for rank, file in self.ranks.files.items() if rank not in odd}
             return _RankMerge(self.files, replace(self.ranks, files=rest)).document()
         self.files.note_foreign(
@@ -309,21 +310,21 @@ class _RankMerge:
         root = _replaced(first, (), tensors, {}, self.left_out)
         for mark in [mark for mark in self.files.remarks if mark.kind is Kind.TENSOR_SUBCLASS]:
             if mark.data["name"].rpartition(".")[2] in self.kinds:
-                del self.files.remarks[mark]  # what is merged is a plain tensor
+                del self.files.remarks[mark]  # the merged tensor is a plain one
         producer = f"{' and '.join(sorted(self.kinds))} of {counted(len(self.ranks.files), 'rank')}"
         return self.files.document(NAME, root, producer)
 
     @property
     def _are_whole(self) -> bool:
-        """Whether the tensors of a mesh are whole in all ranks so far: HSDP with as many replicas as ranks."""
+        """Whether all ranks have whole tensors of a mesh: HSDP with as many replicas as ranks."""
         return any(name.endswith(f".{_DTENSOR}") for name in self.files.names)
 
     def _alike(self, alike: AlikeRanks, file: Path) -> tuple[RankLeaves, list[Any]] | None:
-        """Return the tensors and groups of a rank whose file differs from another only by its place; or None."""
+        """Return the tensors and groups of a rank whose file equals another's except for its place; None otherwise."""
         try:
             return None if self.files.salvage else alike.leaves(self.files.content(file))
         except UnreadableError:
-            return None  # it is read by itself, which says why
+            return None  # reading it on its own reports the error
 
     def _of_fairscale(self, rank: int, root: Any) -> Document:
         later = {other: self.files.root(file) for other, file in self.ranks.files.items() if other > rank}
@@ -370,7 +371,7 @@ class _RankMerge:
             found.copies.setdefault(box, []).append(part)
 
     def _of_another_save(self) -> list[int]:
-        """Return the ranks of another save than most: of other counters, or that divide a tensor otherwise."""
+        """Return the ranks of another save than most, with other counters or another split of a tensor."""
         names = {rank: file.name for rank, file in self.ranks.files.items()}
         said: dict[str, Mapping[int, object]] = {what: self._told_apart(each) for what, each in self.said.items()}
         for path, others in self.unlike.items():
@@ -384,7 +385,7 @@ class _RankMerge:
         return next(filter(None, mixed), [])
 
     def _told_apart(self, values: Mapping[int, Any]) -> dict[int, int]:
-        """Return of each rank the first one with the same number, or tensor of one."""
+        """Return for each rank the first rank with an equal value."""
 
         def is_same(one: Any, other: Any) -> bool:
             are_tensors = isinstance(one, TensorSpec) and isinstance(other, TensorSpec)
@@ -396,9 +397,10 @@ class _RankMerge:
         }
 
     def _leave_out(self, root: Any, lacking: Mapping[ContainerPath, Path]) -> None:
-        """Find what cannot be merged: flat parameters whose weights are there by name, and optimizers of flat ones.
+        """Find the entries to leave out: flat parameters whose weights exist by name, and optimizers that cannot be
+        merged.
 
-        Raises ``UnreadableError`` for a weight of which the first rank knows nothing."""
+        Raises ``UnreadableError`` for a weight that the first rank does not have."""
         stretches = [found.stretches for found in self.found.values() if len(found.stretches) > 1]
         if any(part.numel for parts in stretches for _, part in parts):
             self.left_out |= {path for path in self.found if _is_flat_name(path)}
@@ -431,7 +433,7 @@ class _RankMerge:
             return found.plain
         shape = found.first.shape
         if found.plain is not None and found.plain.shape == shape:
-            # A tensor that one rank holds as a whole is read as a plain one there.
+            # A rank that has the whole of a tensor has it as a plain tensor.
             found.copies.setdefault(full(shape), []).append(found.plain)
         if not any(found.copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
@@ -455,7 +457,7 @@ class _RankMerge:
 
 
 def _read(path: ContainerPath, leaf: Any, file: Path) -> Any:
-    """Return what a tensor of ranks says of its part; any other leaf as it is."""
+    """Return the parts of a sharded tensor; any other leaf unchanged."""
     try:
         return divided(leaf) if isinstance(leaf, Opaque) else leaf
     except MALFORMED as error:
@@ -470,16 +472,16 @@ def _is_flat_name(path: ContainerPath) -> bool:
 
 
 def _at(value: Any, path: ContainerPath) -> Mapping[Any, Any]:
-    """Return the dict at a path; an empty one if there is none."""
+    """Return the dict at a path; empty if there is none."""
     for part in path:
         value = value[part] if isinstance(value, dict) and part in value else {}
     return value if isinstance(value, dict) else {}
 
 
 def _leaves(value: Any, path: ContainerPath, seen: set[int]) -> Iterator[tuple[ContainerPath, Any]]:
-    """Yield the tensors, the parts of tensors and the numbers in a container, with their paths.
+    """Yield the tensors, sharded tensors and integers in a container with their paths.
 
-    A container that is held in several places, or by itself, is looked at once."""
+    A container in several places, or in itself, is visited once."""
     if isinstance(value, TensorSpec) or (isinstance(value, Opaque) and is_sharded(value)) or type(value) is int:
         if path:
             yield path, value
@@ -499,7 +501,7 @@ def _replaced(
     made: dict[int, Any],
     left_out: Collection[ContainerPath],
 ) -> Any:
-    """Return a container with other tensors in it; one that is held in several places stays one."""
+    """Return a container with its tensors replaced; a container in several places stays one object."""
     if path in tensors:
         return tensors[path]
     if not isinstance(value, (dict, list, tuple)) or len(path) >= _DEPTH:

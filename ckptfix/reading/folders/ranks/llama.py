@@ -1,10 +1,10 @@
 """Llama as Meta publishes it: ``consolidated.00.pth`` to ``consolidated.NN.pth``, with ``params.json``.
 
-Each file has the same keys; what a tensor is divided along follows from its name (``llama-models``,
-``checkpoint.py``, Llama 1 to 4). Token embeddings are divided by columns in Llama 1 and 2 and by rows since Llama 3:
-the shape says which. Keys and values are copied if there are more ranks than key-value heads.
+Each file has the same keys. The axis along which a tensor is split follows from its name (``llama-models``,
+``checkpoint.py``, Llama 1 to 4). Token embeddings are split by columns in Llama 1 and 2 and by rows since Llama 3,
+which the shape shows. Keys and values are replicated if there are more ranks than key-value heads.
 
-Mistral published Mixtral in files of the same names (``consolidated.00.pt``), each with whole layers of its own."""
+Mistral published Mixtral in files with the same names (``consolidated.00.pt``), each with whole layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PARAMS_LIMIT = 1 << 20
 _LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
 _QUERIES = re.compile(r".*attention\.wq(kv)?\.weight")
 
-# Along which dimension a tensor is divided, by its name.
+# The axis along which a tensor is split, by its name.
 RULES = rules(
     "0 wq.weight wk.weight wv.weight output.weight lm_head.weight",
     "0 w1.weight w3.weight mlp.c_fc.weight mlp.c_fc.bias conv1._linear.weight vision_projection.weight",
@@ -75,12 +75,12 @@ def document(files: RankFiles) -> Document:
     states = {rank: states.get(rank, missing) for rank in range(world)}
     joining = Joining(str(folder))
     weights = OrderedDict(joining.join(list(states.values()), partial(_split, params)))
-    note_copies(files.remarks, joining.differing, may_drift=False)  # the norms of Meta's files are the same in all
+    note_copies(files.remarks, joining.differing, may_drift=False)  # norms are equal in all of Meta's files
     return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of a shard, if there are others beside it, or the sizes of the model."""
+    """Return the folder of a shard if other shards or ``params.json`` are beside it; None otherwise."""
     is_one = LLAMA_SHARD.fullmatch(file.name) is not None and (
         (file.parent / LLAMA_PARAMS).is_file() or len(by_rank(file.parent, LLAMA_SHARD)) > 1
     )
@@ -88,7 +88,7 @@ def folder_of(file: Path) -> Path | None:
 
 
 def _check_layers(folder: Path, keys: Iterable[str], params: Mapping[str, Any]) -> None:
-    """Raise ``UnreadableError`` unless all layers have the same keys, and there are as many as ``params.json`` says."""
+    """Raise ``UnreadableError`` unless all layers have the same keys, and their number is that in ``params.json``."""
     found = [match for key in keys if (match := _LAYER.fullmatch(key))]
     numbers = (int(match[1]) for match in found)
     layers = params.get("n_layers", params.get("num_hidden_layers", max(numbers, default=-1) + 1))
@@ -99,7 +99,7 @@ def _check_layers(folder: Path, keys: Iterable[str], params: Mapping[str, Any]) 
 
 
 def _ranks_of(state: Any, params: Mapping[str, Any]) -> int:
-    """Return over how many ranks queries are divided, which have as many rows as columns if nothing else is known."""
+    """Return the number of ranks over which queries are split; without ``params.json``, they are taken as square."""
     for key, spec in state.items() if isinstance(state, dict) else ():
         if (match := _QUERIES.fullmatch(str(key))) and isinstance(spec, TensorSpec) and len(spec.shape) == 2:
             heads, width, groups = params.get("n_heads"), params.get("head_dim"), params.get("n_kv_heads")
@@ -111,7 +111,7 @@ def _ranks_of(state: Any, params: Mapping[str, Any]) -> int:
 
 
 def _params(folder: Path) -> Mapping[str, Any]:
-    """Return the sizes of the model; nothing if the file is not there."""
+    """Return the content of ``params.json``; empty if it does not exist."""
     path = folder / LLAMA_PARAMS
     if not path.is_file():
         return {}
@@ -126,7 +126,7 @@ def _params(folder: Path) -> Mapping[str, Any]:
 
 
 def _split(params: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) -> Split | None:
-    """Return how a tensor is divided: by its name, and by its shape if the name does not say all."""
+    """Return how a tensor is split, by its name and shape; None if that is unknown."""
     rule = find_rule(RULES, name)
     if rule is None:
         return None
@@ -135,13 +135,13 @@ def _split(params: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) ->
         return Split(rule.axis, 2)
     if name.endswith("wqkv.weight"):
         return _of_queries(params, parts)
-    if rule.axis == -2 and len(parts[0].shape) == 2:  # the experts are one after another
+    if rule.axis == -2 and len(parts[0].shape) == 2:  # the experts are stacked
         experts = (params.get("moe_args") or {}).get("num_experts")
         return Split(0, experts) if type(experts) is int and 0 < experts <= rows else None
     dim, vocabulary = params.get("dim"), params.get("vocab_size")
     if name.endswith("tok_embeddings.weight") and len(parts[0].shape) == 2:
         columns = parts[0].shape[1]
-        # By columns, a rank has all rows; without params.json, the output tells, which is divided by rows.
+        # If it is split by columns, each rank has all rows of the vocabulary.
         by_columns = columns * ranks == dim if isinstance(dim, int) and columns != dim else rows == vocabulary
         return Split(1 if by_columns else 0)
     heads, groups = params.get("n_heads"), params.get("n_kv_heads")
@@ -152,8 +152,8 @@ def _split(params: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) ->
 
 
 def _of_queries(params: Mapping[str, Any], parts: Sequence[TensorSpec]) -> Split | None:
-    """Return how queries, keys and values in one tensor are divided, each by themselves; None if ``params.json`` does
-    not say it."""
+    """Return how queries, keys and values in one tensor are split, each separately; None if ``params.json`` does not
+    have the numbers of heads."""
     heads = params.get("n_heads")
     groups = params.get("n_kv_heads") or heads
     rows, ranks = parts[0].shape[0], len(parts)

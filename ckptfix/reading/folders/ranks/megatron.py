@@ -1,10 +1,10 @@
 """Megatron-LM's own format (``ckpt_format=torch``): ``iter_0000100/mp_rank_01_002/model_optim_rng.pt``.
 
-The numbers are the ranks of tensor, pipeline and expert parallelism. What a tensor is divided along follows from its
-name; layers are numbered from 0 in each stage of the pipeline, and in each of its chunks (``model0``, ``model1``); so
-are the experts of each expert rank. The optimizer's state has no names, and is left out.
+The numbers are the ranks of tensor, pipeline and expert parallelism. The axis along which a tensor is split follows
+from its name. Layers are numbered from 0 in each stage of the pipeline and each of its chunks (``model0``, ``model1``),
+and experts in each expert rank. The optimizer's state has no names, and is left out.
 
-NeMo has only the state_dict in a file (``tp_rank_01_pp_rank_002/model_weights.ckpt``), with the same names.
+NeMo's files have only the state_dict (``tp_rank_01_pp_rank_002/model_weights.ckpt``), with the same names.
 
 Sources: Megatron-LM, ``megatron/training/checkpointing.py``, ``tools/checkpoint/loader_base.py`` (3.0, core 0.16)."""
 
@@ -42,35 +42,36 @@ from ckptfix.reading.weights.document import Document
 NAME = "megatron"
 LATEST = "latest_checkpointed_iteration.txt"
 
+# Names of the file in the folder of a rank.
 FILES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt", NEMO)
-"""What the file in the folder of a rank is called."""
 
 _CHUNK = re.compile(r"model(\d{1,3})?")
 _LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})(?=\.)")
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})(?=\.|$)")
-# Of multi-head latent attention. Transformer Engine has a copy in each rank, Megatron's own layers divide it.
+# In multi-head latent attention. Transformer Engine has a copy on each rank, Megatron's own layers split it.
 _DOWN = re.compile(r"((?:.*\.)?linear_\w+_)down_proj\.weight")
 _QKV = re.compile(r".*\.(?:query_key_value|linear_qkv)\.(?:weight|bias)")
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
-# Moments and masters by name, and what a layer without a state of its own leaves in a folder of torch_dist.
+# Moments and masters by name, and the empty extra states of layers in a folder of torch_dist.
 _MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _NOTHING = re.compile(r"_extra_state/shard_\d+_\d+$")
-# Masters and moments in buckets without names (``dp_reshardable``), with memory that was never written between them.
+# Masters and moments in unnamed buckets (`dp_reshardable`), with uninitialised memory between them.
 _BUCKETS = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed)\..+")
 _BESIDE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 _DIGITS = 64
 _LEFT_OUT = frozenset(
     ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point_ops")
 )
-# What all ranks of a run say alike.
+# Entries that are equal on all ranks of a run.
 _SETTINGS = ("args", "opt_param_scheduler", "num_floating_point_operations_so_far")
 _NEMO_CONFIG = "model_config.yaml"
 _NEMO_SIZE = re.compile(r"^\s*((?:tensor|pipeline)_model_parallel_size):\s*(\d{1,7})\s*$", re.MULTILINE)
 _CONFIG_LIMIT = 1 << 20
-_MOST_PARTS = 1 << 12  # parts into which ranks divide a weight
+_MOST_PARTS = 1 << 12  # parts into which ranks may split a weight
 _DEPTH = 8
-_REPEATED = 1000  # entries of dicts that a rank may hold more than once: one that holds itself has no end of them
+_REPEATED = 1000  # entries of dicts that may occur more than once; a dict that contains itself would never end
 
+# The axis along which a tensor is split, by its name (in megatron.core and before); ``-`` is a copy.
 RULES = rules(
     "0 word_embeddings.weight output_layer.weight output_layer.bias word_embeddings_for_head.weight",
     "0 lm_head.weight lm_head.bias",
@@ -83,11 +84,12 @@ RULES = rules(
     "- position_embeddings.weight tokentype_embeddings.weight pooler.dense.(?:weight|bias) router.\\w+ inv_freq",
     "- \\w*norm\\w*.(?:weight|bias) \\w+.layer_norm_(?:weight|bias) _extra_state",
 )
-"""Along which dimension a tensor is divided, by its name (megatron.core and the names before it); ``-`` is a copy."""
 
 
 def find(folder: Path) -> Path | None:
-    """Return the folder of an iteration, which has one for each rank. Raises ``UnreadableError`` for several."""
+    """Return the folder of an iteration, which has a folder for each rank; None if there is none.
+
+    Raises ``UnreadableError`` if there are several."""
     return tagged(folder, LATEST, lambda place: bool(_rank_files(place)), iteration_name)
 
 
@@ -97,18 +99,18 @@ def document(files: RankFiles) -> Document:
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of the iteration of which a file is one rank, if there are others."""
+    """Return the folder of the iteration if the file belongs to one of several ranks; None otherwise."""
     is_one = file.name in FILES and MEGATRON_RANK.fullmatch(file.parent.name) is not None
     return file.parent.parent if is_one and _rank_files(file.parent.parent) else None
 
 
 def iteration_name(word: str) -> str:
-    """Return the name of the folder of an iteration, for the word in ``latest_checkpointed_iteration.txt``."""
+    """Return the name of an iteration's folder for the text in ``latest_checkpointed_iteration.txt``."""
     return f"iter_{int(word):07d}" if word.isascii() and word.isdigit() and len(word) < _DIGITS else word
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
-    """Return the file of each rank, by the numbers in the name of its folder, if there is more than one."""
+    """Return the file of each rank by the numbers in the name of its folder; empty if there are fewer than two."""
     found = {}
     for child in folder.iterdir():
         match = MEGATRON_RANK.fullmatch(child.name)
@@ -119,7 +121,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
 
 
 def _nemo_sizes(folder: Path) -> dict[str, int]:
-    """Return over how many ranks NeMo's configuration says that the model is divided."""
+    """Return the sizes of tensor and pipeline parallelism in NeMo's configuration."""
     file = file_inside(folder, _NEMO_CONFIG, str(folder))
     if not file.is_file() or file.stat().st_size > _CONFIG_LIMIT:
         raise UnreadableError(f"{folder}: has no {_NEMO_CONFIG}, which gives the number of ranks; fetch it")
@@ -127,7 +129,7 @@ def _nemo_sizes(folder: Path) -> dict[str, int]:
 
 
 class _Joined:
-    """One reading of the ranks of an iteration."""
+    """Merges the ranks of an iteration."""
 
     def __init__(self, files: RankFiles) -> None:
         self.files, self.path = files, str(files.folder)
@@ -157,7 +159,7 @@ class _Joined:
         args = _arguments(first)
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
         dtypes = {numbers: _dtype(root) for numbers, root in roots.items()}
-        for line in dict.fromkeys(_place(numbers, sizes)[1:] for numbers in roots):  # which divide the same tensors
+        for line in dict.fromkeys(_place(numbers, sizes)[1:] for numbers in roots):  # ranks that split the same tensors
             alike = {numbers: dtype for numbers, dtype in dtypes.items() if _place(numbers, sizes)[1:] == line}
             for numbers in self.files.of_another_save(alike, names, "dtype"):
                 del roots[numbers], found[numbers]
@@ -195,8 +197,8 @@ class _Joined:
         grid: tuple[int, int, int],
         named: Callable[[tuple[int, int, int]], str],
     ) -> None:
-        """Raise ``UnreadableError`` naming the ranks that are missing, or note them if what is whole is to be salvaged:
-        of a stage without any rank, not even the number of its layers is known."""
+        """Raise ``UnreadableError`` with the names of missing ranks. With ``salvage``, record them as damage instead if
+        every stage has a rank: without one, the number of its layers is unknown."""
         wanted = math.prod(grid)
         missing = [*islice((place for place in _places(grid) if place not in roots), 4)]
         if not missing and len(roots) == wanted:
@@ -215,8 +217,8 @@ class _Joined:
     def _note_order(
         self, files: Mapping[tuple[int, int, int], Path], roots: Mapping[tuple[int, int, int], Any]
     ) -> None:
-        """Note ranks whose arguments say that they are others: the numbers of processes rise with the tensor-parallel
-        rank, and with the stage of the pipeline. A conversion in one process leaves the same number in all."""
+        """Remark ranks whose process numbers are out of order: these increase with the tensor-parallel rank and with
+        the stage of the pipeline. A conversion in one process leaves the same number in all files."""
         own_ranks = {
             place: rank for place in sorted(roots) if type(rank := _arguments(roots[place]).get("rank")) is int
         }
@@ -229,7 +231,7 @@ class _Joined:
                 self.files.note_order({name: (rank,) for name, rank in line.items()}, words)
 
     def _grid(self, found: Mapping[tuple[int, ...], Path], sizes: Sequence[Any]) -> tuple[int, int, int]:
-        """Return the sizes of tensor, pipeline and expert parallelism: what the files say, or their numbers."""
+        """Return the sizes of tensor, pipeline and expert parallelism, from the arguments or the numbers in names."""
         places = [_place(numbers, sizes) for numbers in found]
         seen = [max(place[kind] for place in places) + 1 for kind in range(3)]
         tensor, pipeline, expert = (
@@ -243,10 +245,10 @@ class _Joined:
     def _weights(
         self, roots: Mapping[tuple[int, int, int], Any], grid: tuple[int, int, int], first: Any
     ) -> OrderedDict[tuple[str, ...], Any]:
-        """Return the entries of the whole model by their paths, with the numbers of layers and experts of the whole."""
+        """Return the entries of the whole model by their paths, with layers and experts renumbered."""
         tensor, pipeline, expert = grid
         version = first.get("checkpoint_version")
-        version = version if isinstance(version, (int, float)) else 0  # as Megatron takes it
+        version = version if isinstance(version, (int, float)) else 0  # as in Megatron
         heads = _arguments(first).get("num_attention_heads")
         numbers = {
             key: int(match[1] or 0) for key in first if isinstance(key, str) and (match := _CHUNK.fullmatch(key))
@@ -296,10 +298,10 @@ class _Joined:
     def _ordered_qkv(
         self, state: Mapping[tuple[str, ...], Any], version: float, heads: Any, tensor: int
     ) -> dict[tuple[str, ...], Any]:
-        """Return the state of a rank with queries, keys and values in the order of version 2: by head.
+        """Return the state of a rank with queries, keys and values in the order of version 2, by head.
 
-        Version 0 has all queries before all keys and all values, version 1 has the three numbers of each element side
-        by side (``checkpointing.py``, ``fix_query_key_value_ordering``)."""
+        Version 0 has all queries before all keys before all values; version 1 interleaves the three by element
+        (``checkpointing.py``, ``fix_query_key_value_ordering``)."""
         made = dict(state)
         for path, spec in state.items():
             if not (isinstance(spec, TensorSpec) and _QKV.fullmatch(".".join(path))):
@@ -322,14 +324,14 @@ class _Joined:
         return made
 
     def _tie(self, weights: OrderedDict[tuple[str, ...], Any]) -> None:
-        """Leave out the embedding's copy in the last stage, which a model of one stage does not have."""
+        """Remove the copy of the embedding in the last stage, which a model with one stage does not have."""
         named = {".".join(path): path for path, spec in weights.items() if isinstance(spec, TensorSpec)}
         source = next((path for name, path in named.items() if name.endswith("word_embeddings.weight")), None)
         for name, path in named.items():
             if source is None or not name.endswith(("output_layer.weight", "word_embeddings_for_head.weight")):
                 continue
             pair = [weights[source], weights[path]]
-            sums = [sums_of([spec]) for spec in pair]  # so that parts that are divided alike need not be read
+            sums = [sums_of([spec]) for spec in pair]  # so that parts with the same split need not be read
             if (sums[0] and sums[0] == sums[1]) or agree(pair, self.path):
                 del weights[path]
             else:
@@ -348,7 +350,7 @@ class _Joined:
 
 
 def _place(numbers: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, int, int]:
-    """Return the tensor, pipeline and expert rank of the numbers in a name."""
+    """Return the tensor, pipeline and expert rank for the numbers in a name."""
     if len(numbers) == 2 and sizes[1] == 1 and type(sizes[2]) is int and sizes[2] > 1:
         return numbers[0], 0, numbers[1]
     tensor, pipeline, expert = (*numbers, 0, 0)[:3]
@@ -356,14 +358,14 @@ def _place(numbers: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, int, in
 
 
 def _folder_name(like: str, sizes: Sequence[Any], place: tuple[int, int, int]) -> str:
-    """Return what the folder of a rank is called, where that of another rank is called ``like`` that."""
+    """Return the name of a rank's folder, in the form of another rank's name ``like``."""
     tensor, pipeline, expert = place
-    words = re.split(r"(\d+)", like)  # every second one is a number
+    words = re.split(r"(\d+)", like)  # every second word is a number
     for numbers in ((tensor,), (tensor, pipeline), (tensor, expert), place):
         if len(numbers) == len(words) // 2 and _place(numbers, sizes) == place:
             words[1::2] = (f"{number:0{len(word)}}" for number, word in zip(numbers, words[1::2], strict=True))
             return "".join(words)
-    return f"tensor {tensor} pipeline {pipeline} expert {expert}"  # which the names have no number for
+    return f"tensor {tensor} pipeline {pipeline} expert {expert}"  # the names lack some of the numbers
 
 
 def _places(grid: tuple[int, int, int]) -> Iterator[tuple[int, int, int]]:
@@ -377,13 +379,13 @@ def _arguments(root: Any) -> Mapping[str, Any]:
 
 
 def may_drift(root: Any) -> bool:
-    """Return whether copies in tensor-parallel ranks may differ: under sequence parallelism each sums up gradients by
-    itself, and what says nothing of it may be anything."""
+    """Return whether copies on tensor-parallel ranks may differ: under sequence parallelism, each rank sums gradients
+    separately. Without arguments, it is assumed."""
     return bool(_arguments(root).get("sequence_parallel", not _arguments(root)))
 
 
 def whole_arguments(args: Any) -> Any:
-    """Return the arguments of the training with those of parallelism as they are for the whole model."""
+    """Return the arguments of the training with the sizes of parallelism set to 1."""
     known = {f"{kind}_model_parallel_size": 1 for kind in ("tensor", "pipeline", "expert")}
     known["virtual_pipeline_model_parallel_size"] = None  # type: ignore[assignment]  # as Megatron has it
     if isinstance(args, Opaque) and isinstance(args.state, dict):
@@ -395,11 +397,11 @@ def whole_arguments(args: Any) -> Any:
 def of_torch_dist(
     saved: Mapping[Any, Any], common: Mapping[Any, Any]
 ) -> tuple[dict[Any, Any], dict[str, TensorSpec], list[str]]:
-    """Return the container of ``torch_dist`` as that of ``torch``, the copies of the masters in it, and what is left
-    out: buckets of the distributed optimizer.
+    """Convert a container of ``torch_dist`` to the form of ``torch``. Return it, copies of the masters in the dtype of
+    the training, and the buckets of the distributed optimizer that are left out.
 
-    The weights are ``model``, with one tensor for each layer, in front of the rest of the chunks and of what
-    ``common.pt`` has. If the masters and moments are there by name, these are the weights and ``optimizer``."""
+    The weights are under ``model``, with one tensor per layer, before the rest of the chunks and of ``common.pt``. If
+    masters and moments have names, masters become the weights, and moments become ``optimizer``."""
     buckets = {key: match[1] for key in saved if (match := _BUCKETS.fullmatch(str(key)))}
     root, left_out = {key: value for key, value in saved.items() if key not in buckets}, sorted({*buckets.values()})
     held = {key: value for key, value in root.items() if key not in common and isinstance(value, TensorSpec)}
@@ -437,7 +439,7 @@ def of_torch_dist(
 def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> TensorSpec:
     """Return a moment in the shape of its weight.
 
-    In its ``fully_sharded_model_space`` form, the distributed optimizer has it as the parts into which ranks divide
+    In the form ``fully_sharded_model_space``, the distributed optimizer stores it as the parts into which ranks split
     each dimension, each of them flat: [4, 2, 6] for a weight of [8, 6]."""
     counts = spec.shape[:-1]
     if weight is None or len(spec.shape) != len(weight.shape) + 1:
@@ -457,7 +459,7 @@ def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> Tens
 
 
 def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
-    """Return the optimizer's state with its groups, if what Megatron decays says which parameters are in each."""
+    """Return the optimizer's state, with its groups if Megatron's weight decay tells their parameters."""
     while isinstance(saved, dict) and "param_groups" not in saved and isinstance(saved.get("optimizer"), dict):
         saved = saved["optimizer"]
     saved = saved if isinstance(saved, dict) else {}
@@ -469,7 +471,7 @@ def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
         for name, moments in state.items()
         if name.endswith(".bias") or all(len(m.shape) == 1 for m in moments.values() if isinstance(m, TensorSpec))
     ]
-    steps = [group.get("step") for group in groups]  # where the distributed optimizer has it
+    steps = [group.get("step") for group in groups]  # the distributed optimizer stores it there
     if step is None and type(steps[0] if steps else None) in (int, float) and steps.count(steps[0]) == len(steps):
         step = steps[0]
     for moments in state.values() if isinstance(step, (TensorSpec, int, float)) else ():
@@ -488,10 +490,10 @@ def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
 
 
 def unstacked(root: Mapping[Any, Any], layers: object) -> dict[Any, Any]:
-    """Return weights with one tensor for each layer in place of stacks.
+    """Return weights with one tensor per layer in place of stacks.
 
-    Stacked are those whose names have no number after ``layers``, if all of them are of as many layers: ``layers``, if
-    that is known. Otherwise nothing is changed."""
+    Stacks are tensors whose names have no number after ``layers``, if all of them have the same number of layers, which
+    is ``layers`` unless that is None. Otherwise nothing is changed."""
     found = {key: match for key in root if isinstance(key, str) and (match := _STACKED.fullmatch(key))}
     stacks = {key: spec for key in found if isinstance(spec := root[key], TensorSpec) and spec.shape}
     if len(counts := {spec.shape[0] for spec in stacks.values()}) != 1 or layers not in (None, *counts):
@@ -513,7 +515,7 @@ def unstacked(root: Mapping[Any, Any], layers: object) -> dict[Any, Any]:
 
 
 def _flat(value: Any) -> dict[tuple[str, ...], Any]:
-    """Return the entries of a nested state_dict by their paths; before megatron.core it was nested by module."""
+    """Return the entries of a state_dict by their paths; before megatron.core, it was nested by module."""
     made: dict[tuple[str, ...], Any] = {}
     seen: set[int] = set()
     repeated = 0
@@ -544,7 +546,7 @@ def _nested(entries: Mapping[tuple[str, ...], Any]) -> OrderedDict[str, Any]:
 def _renumbered(
     path: tuple[str, ...], begin: Mapping[str, int], layers: dict[str, int], first_expert: int
 ) -> tuple[str, ...]:
-    """Return a path with the numbers of its layer and its expert in the whole model; count the layers of the stage."""
+    """Return a path with the numbers of its layer and expert in the whole model; count the layers of the stage."""
     made = []
     for depth, part in enumerate(path):
         name = part
@@ -577,13 +579,13 @@ def _has_experts(root: Any) -> bool:
 
 
 def splits_of(state: Mapping[str, Any], table: Sequence[SplitRule] = RULES) -> SplitOf:
-    """Return what says how each tensor is divided of ranks of which this is the first state_dict."""
+    """Return the function that tells how each tensor is split, from the state_dict of the first rank."""
 
     def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:
         if match := _DOWN.fullmatch(name):
             up = state.get(f"{match[1]}up_proj.weight")
             is_divided = isinstance(up, TensorSpec) and len(up.shape) == 2 and parts[0].shape[0] < up.shape[1]
-            return Split(0) if is_divided else None  # then it is the same in all ranks
+            return Split(0) if is_divided else None  # None: a copy on each rank
         rule = find_rule(table, name)
         is_gated = rule is not None and rule.is_gated and _is_gated(name, state)
         return None if rule is None else Split(rule.axis, 2 if is_gated else 1)
@@ -592,7 +594,7 @@ def splits_of(state: Mapping[str, Any], table: Sequence[SplitRule] = RULES) -> S
 
 
 def _is_gated(name: str, state: Mapping[str, Any]) -> bool:
-    """Return whether a layer has two matrices stacked: twice as many rows as the next one has columns."""
+    """Return whether a layer is two stacked matrices, with twice as many rows as the next layer has columns."""
     name = re.sub(r"bias(\d*)$", r"weight\1", name)
     other = state.get(name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h"))
     own = state.get(name)

@@ -1,6 +1,6 @@
-"""What the files of ranks are called: one table, for a folder, for a file that is one of several, and for a zoo.
+"""The names of files of ranks, in one table for folders, single files and zoos.
 
-It imports no reader, since every file that is opened is looked up here."""
+It imports no reader, because every opened file is looked up here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Struct
 ZERO_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
 ZERO_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
 ZERO_EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,7})_model_states\.pt")
-ZERO_EXPERT_OPTIM = re.compile(r"expp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")  # of stage 0
+ZERO_EXPERT_OPTIM = re.compile(r"expp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")  # in stage 0
 PIPELINE_LAYER = re.compile(r"layer_(\d{2,6})(?:-model_(\d{2,6}))?-model_states\.pt")
 MEGATRON_RANK = re.compile(r"[mt]p_rank_(\d{2,7})(?:_(?:pp_rank_)?(\d{3,7}))?(?:_(\d{3,7}))?")
 NEMO = "model_weights.ckpt"
@@ -21,7 +21,7 @@ NANOTRON_METADATA, NANOTRON_MODEL = "checkpoint_metadata.json", "model"
 NANOTRON_PART = re.compile(
     r"model_(?P<leaf>.+?)(?:_pp-rank-\d{1,7}-of-\d{1,7}_tp-rank-(?P<rank>\d{1,7})-of-(?P<ranks>\d{1,7}))?\.safetensors"
 )
-# Files that are numbered by rank are those of FSDP, and many others.
+# Files with a rank's number in their names: those of FSDP, and many others.
 NUMBERED = re.compile(
     r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?(?:rank|shard)[._=-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
 )
@@ -31,14 +31,14 @@ ITEM_METADATA = "metadata.pkl"
 
 
 class RankNames(Struct, frozen=True):
-    """One kind of files that several ranks write, by their paths below the folder that is the checkpoint.
+    """One kind of files of ranks, by their paths in the folder of the checkpoint.
 
-    The groups of the pattern tell one from another. ``may_be_rank`` is true of each such file."""
+    The groups of the pattern identify the rank. ``may_be_rank`` is true for every such file."""
 
     files: re.Pattern[str]
-    depth: int = 1  # how many names the path has
-    beside: re.Pattern[str] | None = None  # other files below the folder that belong to them
-    marks: tuple[bytes, ...] = ()  # what the first bytes of such a file hold, if its name does not say enough
+    depth: int = 1  # number of segments in the path
+    beside: re.Pattern[str] | None = None  # other files in the folder that belong to them
+    marks: tuple[bytes, ...] = ()  # bytes at the start of such a file, if its name is not sufficient
 
 
 RANK_NAMES = (

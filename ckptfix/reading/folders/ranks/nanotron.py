@@ -1,8 +1,8 @@
-"""nanotron: a file for each parameter and tensor-parallel rank, in folders that are named for the modules.
+"""nanotron: a file for each parameter and tensor-parallel rank, in folders named after modules.
 
-``model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors`` holds a part as
-``data``. Its ``__metadata__`` says how large the whole is, and which slices of the part are which of the whole. The
-names are those of the whole model, whatever the pipeline; a tied parameter is saved once.
+``model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors`` has a part as
+``data``. Its ``__metadata__`` has the shape of the whole, and pairs of slices of the part and of the whole. The names
+are those of the whole model, whatever the pipeline. A tied parameter is saved once.
 
 Sources: ``nanotron/serialize/weights.py``, ``serialize/metadata.py``, ``parallel/parameters.py`` (0.4)."""
 
@@ -35,14 +35,14 @@ _SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
 
 
 def find(folder: Path) -> Path | None:
-    """Return the folder of a save: this one, or that of the step in ``latest.txt``."""
+    """Return the folder of a save: this one, or that of the step in ``latest.txt``; None if there is none."""
     return tagged(
         folder, _LATEST, lambda place: (place / NANOTRON_METADATA).is_file() and (place / NANOTRON_MODEL).is_dir()
     )
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of the save that a file of one parameter and rank is in."""
+    """Return the folder of the save if the file is that of a parameter and rank; None otherwise."""
     if (match := NANOTRON_PART.fullmatch(file.name)) is None or match["rank"] is None:
         return None
     above = (place for place in file.parents if place.name == NANOTRON_MODEL)
@@ -74,7 +74,7 @@ def document(files: RankFiles) -> Document:
 
 
 def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -> TensorSpec | None:
-    """Return a parameter from the files that have parts of it; None if none of them can be read."""
+    """Merge a parameter from the files of its parts; None if none of them can be read."""
     copies: dict[Box, list[TensorSpec]] = {}
     shape: tuple[int, ...] = ()
     part: Any = None

@@ -1,8 +1,8 @@
-"""GPT-NeoX's tensor-parallel ranks, of which not all is a copy of bytes: biases that are parts of a sum, and norms.
+"""GPT-NeoX's tensor-parallel ranks, some tensors of which are computed: biases that are summed, and norms.
 
-The outputs of attention and MLP are added up over all ranks, and so are their biases, if ``gpt_j_residual`` is set; if
-not, each rank has a copy of them. Only the configuration tells, which the run saves in ``configs``. Its own converter
-adds them up in either case, and averages norms.
+If ``gpt_j_residual`` is set, the biases of attention and MLP outputs are summed over all ranks, as the outputs are;
+otherwise each rank has a copy of them. This is only known from the configuration, which the run saves in ``configs``.
+GPT-NeoX's own converter sums them in either case, and averages norms.
 
 Sources: ``tools/ckpts/convert_neox_to_hf.py``, ``megatron/model/transformer.py`` of GPT-NeoX."""
 
@@ -26,22 +26,22 @@ from ckptfix.reading.tensors import bytes_of, torch_dtype
 
 _CONFIGS, _CONFIG_LIMIT = "configs", 1 << 20
 _RESIDUAL = re.compile(r"""(?im)^[^#\n]*?["']?gpt[-_]j[-_]residual["']?\s*:\s*["']?(true|false)""")
-# What a layer of GPT-NeoX has, in a file of its own or among all, and its biases that may be parts of a sum.
+# A key of every layer of GPT-NeoX (in a file of its own or among all layers), and the biases that may be summed.
 _LAYER = re.compile(r"(?:sequential\.\d+\.)?attention\.query_key_value\.")
 _SUMMED = re.compile(r"(?:^|\.)(?:attention\.dense|mlp\.dense_4h_to_h)\.bias$")
 
 
 class Neox:
-    """What is known of a folder of GPT-NeoX: whether its biases are summed, and what was computed of several ranks."""
+    """Merges ranks of GPT-NeoX in a folder, and records which tensors were computed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._is_one = False
-        self._computed: dict[str, str] = {}  # how, by name
+        self._computed: dict[str, str] = {}  # `sum` or `mean` by name
 
     @cached_property
     def is_residual(self) -> bool | None:
-        """Whether ``gpt_j_residual`` is set, which it is not by default; None if no configuration is there."""
+        """Whether ``gpt_j_residual`` is set, which is off by default; None if there is no configuration."""
         for place in (self.folder / _CONFIGS, self.folder.parent / _CONFIGS):
             files = [file for file in sorted(place.glob("*.yml")) if file.stat().st_size < _CONFIG_LIMIT]
             texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
@@ -53,9 +53,7 @@ class Neox:
         return None
 
     def is_summed(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether ranks of GPT-NeoX have biases that are parts of a sum.
-
-        Raises ``UnreadableError`` if that cannot be known."""
+        """Return whether the ranks have biases that are summed. Raises ``UnreadableError`` if that is unknown."""
         self._is_one = self._is_one or any(_LAYER.match(key) for key in states[0])
         biases = [key for key in states[0] if _SUMMED.search(key)] if self._is_one and len(states) > 1 else []
         if biases and self.is_residual is None:
@@ -68,7 +66,7 @@ class Neox:
     def join(
         self, joining: Joining, states: Sequence[Mapping[str, Any]], split_of: SplitOf, prefix: str = ""
     ) -> Iterator[tuple[str, Any]]:
-        """Yield the entries of the whole; ``prefix`` is what their names follow in it."""
+        """Yield the entries of the whole; ``prefix`` is put before their names in remarks."""
         is_summed = self.is_summed(states)
         for key, entry in joining.join(states, split_of):
             is_sum = is_summed and _SUMMED.search(key) is not None
@@ -79,7 +77,7 @@ class Neox:
             yield key, entry
 
     def note(self, remarks: dict[Fact, None], ranks: int, masters: Collection[str]) -> None:
-        """Note what was computed, and of which the fp32 master of the first rank was taken after all."""
+        """Remark the computed tensors, and copies of which the fp32 master of the first rank was taken instead."""
         note_copies(remarks, (name for name in self._computed if name in masters))
         for name, rule in self._computed.items():
             if name not in masters:
@@ -87,7 +85,7 @@ class Neox:
 
 
 def _computed(name: str, parts: Sequence[Any], is_sum: bool, path: str) -> TensorSpec:
-    """Return the sum of the tensors of ranks, or their mean, in their dtype and as GPT-NeoX computes them."""
+    """Return the sum or mean of the tensors of all ranks in their dtype, computed as in GPT-NeoX."""
     first: TensorSpec = parts[0]
     if any((part.dtype, part.shape) != (first.dtype, first.shape) or not part.is_contiguous for part in parts):
         raise UnreadableError(f"{path}: its ranks have {name} in different shapes; put the files of one save together")

@@ -1,4 +1,4 @@
-"""Tensor parallelism: how the ranks that share a layer divide its tensors, as data, and how they are joined."""
+"""Tensor parallelism: how ranks split the tensors of a layer, and how the parts are joined."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ckptfix.reading.folders.chunks import agree, gone, merge_parts
 
 
 class Split(Struct, frozen=True):
-    """How a tensor is divided: along an axis, or not at all (None), in which case every rank has a copy.
+    """How a tensor is split: along an axis, or not at all (None), so that every rank has a copy.
 
-    ``stacked`` matrices lie one after another along the axis, and each of them is divided by itself. ``holders`` ranks
-    in a row hold the same part.
+    ``stacked`` is the number of matrices along the axis, each of which is split separately. ``holders`` is the number
+    of consecutive ranks that have the same part.
 
-    What is divided in another way has ``places``: for every rank the boxes of the whole that it has, each with where
-    that is in its part; and the ``shape`` of the whole."""
+    Other splits have ``places``: for every rank, the boxes of the whole that it has, each with its box in the rank's
+    part; and the ``shape`` of the whole."""
 
     axis: int | None
     stacked: int = 1
@@ -38,8 +38,9 @@ WHOLE = Split(None)
 
 
 def stacked(axis: int, widths: Sequence[Sequence[int]], part: TensorSpec) -> Split:
-    """Return the split of tensors that are one after another along an axis in the whole, and in each rank: of each,
-    ``widths`` says how long it is in every rank. ``part`` is that of a rank."""
+    """Return the split of several tensors that are concatenated along an axis, in the whole and on each rank.
+
+    ``widths`` has, for each tensor, its length on every rank. ``part`` is the part of one rank."""
     places: list[list[tuple[Box, Box]]] = [[] for _ in widths[0]]
     begin, starts = 0, [0] * len(places)
     for own in widths:
@@ -55,7 +56,7 @@ _Key = TypeVar("_Key")
 
 
 class SplitRule(Struct, frozen=True):
-    """The names of tensors that are divided in one way; the pattern is the end of a name."""
+    """The axis along which tensors with certain names are split; the pattern matches the end of a name."""
 
     pattern: re.Pattern[str]
     axis: int | None
@@ -63,7 +64,7 @@ class SplitRule(Struct, frozen=True):
 
 
 def rules(*lines: str) -> tuple[SplitRule, ...]:
-    """Return rules from lines such as ``0 linear_qkv.weight linear_qkv.bias``; ``-`` is a copy, ``0+`` may be gated."""
+    """Parse rules such as ``0 linear_qkv.weight linear_qkv.bias``; ``-`` is a copy, and ``0+`` may be gated."""
     made = []
     for line in lines:
         axis, *names = line.split()
@@ -76,14 +77,12 @@ def find_rule(table: Sequence[SplitRule], name: str) -> SplitRule | None:
     return next((rule for rule in table if rule.pattern.fullmatch(name)), None)
 
 
-# Says how a tensor is divided into these parts; None if nothing is known of its name.
+# Returns how a tensor is split into these parts; None if its name is unknown.
 SplitOf = Callable[[str, Sequence[TensorSpec]], "Split | None"]
 
 
 def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> TensorSpec:
-    """Return the whole of a tensor from its parts, in the order of the ranks.
-
-    Raises ``UnreadableError`` if their shapes do not go together."""
+    """Join a tensor from its parts in order of the ranks. Raises ``UnreadableError`` if their shapes do not fit."""
     first = parts[0]
     if split.places:
         return _placed(name, parts, split, path)
@@ -132,31 +131,31 @@ def _placed(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> 
 
 
 def emptied(state: Mapping[_Key, Any], path: str) -> dict[_Key, Any]:
-    """Return the state_dict of a rank that is missing, which is like that of another one, without its bytes."""
+    """Return the state_dict of a missing rank: that of another rank, with its bytes marked as lost."""
     return {
         key: gone(str(key), value, path) if isinstance(value, TensorSpec) else value for key, value in state.items()
     }
 
 
 def _stretch(shape: tuple[int, ...], axis: int, start: int, length: int) -> Box:
-    """Return the box that takes ``length`` elements of an axis from ``start`` on."""
+    """Return the box of ``length`` elements of an axis from ``start`` on."""
     return (*full(shape[:axis]), (start, start + length), *full(shape[axis + 1 :]))
 
 
 class Joining(Struct):
-    """The joining of the state_dicts of ranks: what is said of copies that differ."""
+    """Joins the state_dicts of ranks, and collects the keys whose copies differ."""
 
     path: str
     differing: dict[str, None] = field(default_factory=dict)
 
     def whole(self, states: Sequence[Mapping[str, Any]], split_of: SplitOf) -> Mapping[str, Any]:
-        """Return the entries of the whole; those of one rank as they are, with what torch keeps beside them."""
+        """Return the entries of the whole. The state_dict of a single rank is returned as it is, with ``_metadata``."""
         return states[0] if len(states) == 1 else OrderedDict(self.join(states, split_of))
 
     def join(self, states: Sequence[Mapping[str, object]], split_of: SplitOf) -> Iterator[tuple[str, Any]]:
-        """Yield the entries of the whole, in the order of the first rank; what is tied in all ranks stays tied.
+        """Yield the entries of the whole in the order of the first rank. Tensors that are tied on all ranks stay tied.
 
-        Raises ``UnreadableError`` if a rank lacks a key, or holds other values of one of which nothing is known."""
+        Raises ``UnreadableError`` if a rank lacks a key, or if copies of a key without a rule differ."""
         keys = dict.fromkeys(key for state in states for key in state)
         made: dict[tuple[object, ...], TensorSpec] = {}
         for key in keys:

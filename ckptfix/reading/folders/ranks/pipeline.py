@@ -1,15 +1,14 @@
 """DeepSpeed's pipelines and GPT-NeoX: a file for each layer, ``layer_03-model_01-model_states.pt``.
 
-The first number is the layer, the second the tensor-parallel rank, which is not there without tensor parallelism. The
-keys in a file are those of the layer; in the whole they follow its number (``3.mlp.weight``), as in the state_dict of a
-``PipelineModule``. A layer that is tied has a file once, and the name that the model states give its parameters
+The first number is the layer, the second the tensor-parallel rank, which is omitted without tensor parallelism. Keys in
+a file are those of the layer; in the whole they get its number as prefix (``3.mlp.weight``), as in the state_dict of a
+``PipelineModule``. A tied layer has a single file, and its parameters have the names in the model states
 (``tied_modules.embed.weight``).
 
-Without tensor parallelism, what is trained comes from ZeRO's fp32 masters, if they are there: each stage of the
-pipeline has model states and optimizer states of its own, ``mp_rank_01``. With it, from the layers, in the dtype of the
-training.
+Trained weights are taken from ZeRO's fp32 masters if they exist: each stage of the pipeline has its own model states
+and optimizer states, ``mp_rank_01``. Otherwise they are taken from the layers, in the dtype of the training.
 
-What GPT-NeoX's tensor-parallel ranks do not have as copies of bytes is computed (``neox.py``).
+Some tensors of GPT-NeoX's tensor-parallel ranks are computed (``neox.py``).
 
 Sources: ``deepspeed/runtime/pipe/module.py``, ``runtime/pipe/topology.py`` (0.9 to 0.19), GPT-NeoX's ``megatron``."""
 
@@ -37,7 +36,7 @@ NAME = "pipeline"
 
 _TIED = "tied_modules."
 
-# Along which dimension a tensor is divided, by its name.
+# The axis along which a tensor is split, by its name.
 RULES = (
     *rules("0 final_linear.weight word_embeddings.weight", "- attention.rotary_emb.inv_freq attention.masked_bias"),
     *megatron.RULES,
@@ -45,12 +44,12 @@ RULES = (
 
 
 def find(folder: Path) -> Path | None:
-    """Return the folder of a tag with a file for each layer."""
+    """Return the folder of a tag with a file for each layer; None if there is none."""
     return tagged(folder, zero.LATEST, _has_layers)
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of a file of one layer, or of the states of one stage beside such files."""
+    """Return the folder of a layer's file, or of the states of a stage beside such files; None for other files."""
     is_one = PIPELINE_LAYER.fullmatch(file.name) or ZERO_MODEL.fullmatch(file.name) or ZERO_OPTIM.fullmatch(file.name)
     return file.parent if is_one and _has_layers(file.parent) else None
 
@@ -60,7 +59,7 @@ def _has_layers(folder: Path) -> bool:
 
 
 def document(files: RankFiles) -> Document:
-    """Return the merged document: the container of the first stage's model states, with whole weights in it."""
+    """Return the merged document: the container of the first stage's model states with whole weights."""
     folder, path = files.folder, str(files.folder)
     found = by_rank(folder, PIPELINE_LAYER)
     tensor = max(model for _, model in found) + 1
@@ -106,7 +105,7 @@ def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _check_layers(path: str, layers: Sequence[int], stages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``UnreadableError`` if the model states name a layer that has no file, or a stage has none."""
+    """Raise ``UnreadableError`` if a layer in the model states has no file, or a stage has no model states."""
     named = {name.partition(".")[0] for states in stages for name in _shapes(states)}
     absent = sorted(int(layer) for layer in named if layer.isdecimal() and int(layer) not in layers)
     if absent:
@@ -120,7 +119,7 @@ def _check_layers(path: str, layers: Sequence[int], stages: Sequence[Mapping[str
 
 
 def _name(layer: int, key: str, entry: object, names: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the name in the whole model of a layer's key: that of a tied module, where the model states say so."""
+    """Return the name of a layer's key in the whole model; a tied module has its name in the model states."""
     name = f"{layer}.{key}"
     if name in names or not isinstance(entry, TensorSpec):
         return name
@@ -133,8 +132,8 @@ def _name(layer: int, key: str, entry: object, names: Mapping[str, tuple[int, ..
 def _take_masters(
     files: RankFiles, roots: Sequence[Any], tensor: int, joining: Joining, weights: OrderedDict[str, Any]
 ) -> tuple[dict[str, Any] | None, str]:
-    """Put the fp32 masters of all stages in the place of the layers' halves; return the optimizer's state by name and
-    what wrote it. A tied layer has a master in each of its stages; the first is taken."""
+    """Replace weights of the layers by the fp32 masters of all stages; return the optimizer's state by name, and the
+    release that wrote it. A tied layer has a master in each of its stages, of which the first is taken."""
     optimizers: list[dict[str, Any] | None] = []
     taken: dict[str, TensorSpec] = {}
     release = ""
@@ -163,7 +162,7 @@ def _take_masters(
 
 
 def _one_optimizer(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the optimizers of all stages as one; None if they have other groups."""
+    """Merge the optimizers of all stages; None if their groups differ."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or len({len(part["param_groups"]) for part in known}) != 1:
         return None

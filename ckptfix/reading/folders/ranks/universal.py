@@ -1,8 +1,8 @@
-"""DeepSpeed's universal checkpoints: a folder for each parameter, with its fp32 master and its moments whole.
+"""DeepSpeed's universal checkpoints: a folder for each parameter with its whole fp32 master and moments.
 
-``<tag>/zero/<name>/fp32.pt``, ``exp_avg.pt``, … hold ``{"param": tensor, "cat_dim": 0}``, and from stage 3 the bare
-tensor in one dimension; ``zero/optimizer_state.pt`` has the optimizer's groups, and ``*_model_states.pt`` the names and
-their order, the buffers and what is frozen. ``latest_universal`` names the tag.
+``<tag>/zero/<name>/fp32.pt``, ``exp_avg.pt``, … have ``{"param": tensor, "cat_dim": 0}``, or from stage 3 the bare
+tensor in one dimension. ``zero/optimizer_state.pt`` has the optimizer's groups, and ``*_model_states.pt`` has the names
+in order, the buffers and the frozen parameters. ``latest_universal`` names the tag.
 
 Sources: ``deepspeed/checkpoint/ds_to_universal.py``, ``checkpoint/universal_checkpoint.py`` (0.14 to 0.19)."""
 
@@ -30,17 +30,16 @@ NAME = "universal"
 LATEST = "latest_universal"
 PARAMETERS = "zero"
 MASTER = "fp32"
-# The folder of the parameters, the file of a master in each, and that of the optimizer's groups beside them.
 GROUPS = "optimizer_state.pt"
 
 
 def find(folder: Path) -> Path | None:
-    """Return the folder of a tag with a folder for each parameter."""
+    """Return the folder of a tag with a folder for each parameter; None if there is none."""
     return tagged(folder, LATEST, _masters)
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of the checkpoint of which a file is the model states."""
+    """Return the folder of the checkpoint if the file has its model states; None otherwise."""
     return file.parent if ZERO_MODEL.fullmatch(file.name) and _masters(file.parent) else None
 
 
@@ -50,8 +49,8 @@ def _masters(folder: Path) -> bool:
 
 
 def document(files: RankFiles) -> Document:
-    """Return the merged document: the container of the model states, with whole weights in it."""
-    # ckptfix writes one under two names, as the stages of ZeRO look for different ones.
+    """Return the merged document: the container of the model states with whole weights."""
+    # ckptfix writes them under two names, because the stages of ZeRO look for different ones.
     names = ((file, ZERO_MODEL.fullmatch(file.name)) for file in sorted(files.folder.iterdir()))
     found = {int(match[1] or 0): file for file, match in names if match and int(match[2]) == 0}
     states = zero.model_states(files, found)
@@ -83,14 +82,14 @@ def document(files: RankFiles) -> Document:
     halves = {name: entry for name, entry in root["module"].items() if isinstance(entry, TensorSpec)}
     copies = {
         name: halves[name] for name, spec in trained.items() if name in halves and halves[name].shape == spec.shape
-    }  # none of stage 3, nor of tensor-parallel ranks
+    }  # none in stage 3, and none of tensor-parallel ranks
     return files.document(NAME, merged, f"{release}, universal", copies)
 
 
 def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -> Iterator[tuple[str, Any]]:
-    """Yield the master and the moments of a parameter, each in its whole shape; the step is a number.
+    """Yield the master and the moments of a parameter by name, each in its whole shape; the step is a number.
 
-    Of ``degree`` tensor-parallel ranks, the model states have a part, and this is the whole."""
+    ``shape`` is that in the model states, which with ``degree`` tensor-parallel ranks is the shape of a part."""
     folder = files.folder / PARAMETERS / name
     if Path(name).name != name or not folder.is_dir():
         return
@@ -117,12 +116,12 @@ def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -
 def _optimizer(
     files: RankFiles, shapes: list[Mapping[str, Any]], moments: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return the optimizer's state by name; None if its groups are not there."""
+    """Return the optimizer's state by name; None if its groups are missing."""
     file = files.folder / PARAMETERS / GROUPS
     held = files.root(file) if file.is_file() else None
     held = held if isinstance(held, dict) else {}
     inner = held.get("optimizer_state_dict") or {}
-    # Of stage 3 one level deeper, where a group may consist of several flat ones, and with the only steps.
+    # In stage 3 they are one level deeper, with the only steps, and a group may consist of several flat ones.
     groups = held.get("param_groups") or inner.get("param_groups") or []
     if sorted(number for group in groups for number in group["params"]) != list(range(len(shapes))):
         return None

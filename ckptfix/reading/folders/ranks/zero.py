@@ -1,15 +1,15 @@
 """DeepSpeed's ZeRO 1, 2 and 3: model states with names and shapes, optimizer states with slices of the fp32 masters.
 
 ``<folder>/latest`` names the tag, a folder with ``*_model_states.pt`` and ``*_optim_states.pt`` of every rank. In
-stages 1 and 2 each optimizer group is one flat run that is cut into as many equal partitions as there are ranks; in
-stage 3 each parameter is cut into equal shares, and a rank's shares follow one another, in sub-groups of their own.
-``param_shapes`` has the names in the order of the run. What is trained comes from the masters, in fp32; buffers and
-frozen parameters, which have none, come from the model states. The moments of the optimizer lie as the masters do, and
-are given by name.
+stages 1 and 2, each optimizer group is a flat run that is split into equal partitions, one per rank. In stage 3, each
+parameter is split into equal shares, and a rank's shares follow one another, in sub-groups. ``param_shapes`` has the
+names in the order of the run. Trained weights are taken from the masters, in fp32; buffers and frozen parameters, which
+have no masters, from the model states. The moments of the optimizer are laid out like the masters, and returned by
+name.
 
-Each tensor-parallel rank has such files of its own (``mp_rank_01``), and what comes of them is joined as
-``universal_checkpoint_info`` says, or else by Megatron's names. In a mixture of experts, a group of experts consists of
-several runs, each with experts of its own and over fewer ranks; in the training's dtype, every expert has a file
+Each tensor-parallel rank has its own files (``mp_rank_01``), and the merged tensors of these ranks are joined by
+``universal_checkpoint_info``, or else by Megatron's names. In a mixture of experts, a group of experts consists of
+several runs over fewer ranks, each with its own experts; in the training's dtype, every expert has a file
 (``layer_0_expert_3_mp_rank_00_model_states.pt``); the optimizers without ZeRO have no names
 (``expp_rank_0_mp_rank_00_optim_states.pt``).
 
@@ -52,30 +52,30 @@ NAME = "zero"
 LATEST = "latest"
 
 _FRAGMENTS = "frozen_param_fragments"
-# Numbers for each rank that the padding of a flat group stays below; DeepSpeed pads to a multiple of two for each.
+# The padding of a flat group has fewer than this many elements per rank; DeepSpeed pads to a multiple of two for each.
 _PADDING = 16
 
 _EXPERT_KEY = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")
-# AutoEP has the weights of all experts of a layer in one; a rank has some of them, a file of an expert one.
+# AutoEP stacks the weights of all experts of a layer; a rank has some of them, and a file of an expert has one.
 _STACK = re.compile(r".*\.experts\.w[123]")
 _STACKED = re.compile(rf"({_STACK.pattern})\.(\d{{1,6}})")
 
-# What the model states say only for those who merge the ranks.
+# Entries of model states that are only used to merge the ranks.
 PARTITION = frozenset(
     "mp_world_size universal_checkpoint_info num_experts"
     " buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params optimizer"
     " checkpoint_parallel_dimensions ds_autoep_layers".split()
 )
 
-# What the model states of all ranks of a run say alike.
+# Entries of model states that are equal on all ranks of a run.
 _SETTINGS = ("ds_config", "ds_version", "lr_scheduler", "dp_world_size", "global_samples", "skipped_steps")
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of a file of one rank, if there are others beside it.
+    """Return the folder of a rank's file if files of other ranks are beside it; None otherwise.
 
-    Model states without a data-parallel rank in their name are whole if there are no others and no experts, and stand
-    for themselves."""
+    Model states without a data-parallel rank in their name are a complete checkpoint if there are no others and no
+    experts."""
     if match := ZERO_OPTIM.fullmatch(file.name) or ZERO_MODEL.fullmatch(file.name):
         others = by_rank(file.parent, ZERO_MODEL if match[1] is None else ZERO_OPTIM)
         is_one = len(others) > 1 or bool(by_rank(file.parent, ZERO_EXPERT))
@@ -85,8 +85,7 @@ def folder_of(file: Path) -> Path | None:
 
 
 def beside(path: Path) -> Path | None:
-    """Return the folder of the ranks beside weights that a trainer wrote, such as transformers; None if there is
-    none."""
+    """Return the folder of ranks beside weights that a trainer such as transformers wrote; None if there is none."""
     folder = path if path.is_dir() else path.parent
     with suppress(CkptfixError, OSError):
         found = find(folder) if path.exists() and (folder / LATEST).is_file() else None
@@ -104,12 +103,12 @@ def _has_states(folder: Path) -> bool:
 
 
 def find(folder: Path) -> Path | None:
-    """Return the folder of a tag with states of several ranks."""
+    """Return the folder of a tag with states of several ranks; None if there is none."""
     return tagged(folder, LATEST, _has_states)
 
 
 def document(files: RankFiles) -> Document:
-    """Return the merged document: the container of the first model states, with whole weights in it."""
+    """Return the merged document: the container of the first model states with whole weights."""
     path, optim, models = str(files.folder), by_rank(files.folder, ZERO_OPTIM), by_rank(files.folder, ZERO_MODEL)
     tensor = sorted({model for _, model in (*optim, *models)})
     states = [
@@ -162,7 +161,7 @@ def document(files: RankFiles) -> Document:
 
 
 def container(files: RankFiles, root: Any, weights: Any, optimizer: Any, has_optimizer: bool) -> dict[str, Any]:
-    """Return model states with whole weights in them, and the optimizer by name, or a remark that it is left out."""
+    """Return model states with whole weights and the optimizer by name; if it is None, remark that it is left out."""
     merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
     if optimizer is not None:
         merged["optimizer"] = optimizer
@@ -172,9 +171,9 @@ def container(files: RankFiles, root: Any, weights: Any, optimizer: Any, has_opt
 
 
 def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:
-    """Return the weights in a file of one expert; those of AutoEP as a stack of one.
+    """Return the weights in the file of an expert; those of AutoEP as a stack of one.
 
-    Raises ``UnreadableError`` if they are those of another one."""
+    Raises ``UnreadableError`` if they belong to another expert."""
     made = {}
     for key, spec in (files.root(file) or {}).items():
         stacked = _STACKED.fullmatch(str(key))
@@ -186,9 +185,9 @@ def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:
 
 
 def _routers(root: Any, path: str) -> dict[str, str]:
-    """Return the names that AutoEP gives its routers beside their own, of which stage 3 says nothing.
+    """Return the aliases of AutoEP's routers with their own names, which the ``shared_params`` of stage 3 lack.
 
-    Raises ``UnreadableError`` if the ranks do not have the experts of a layer in order."""
+    Raises ``UnreadableError`` if the experts of a layer are not in the order of the ranks."""
     found = {}
     for layer in root.get("ds_autoep_layers") or ():
         placed = [expert for rank in layer.get("expert_placement", {}).get("ranks", ()) for expert in rank["experts"]]
@@ -203,7 +202,7 @@ def _routers(root: Any, path: str) -> dict[str, str]:
 
 
 def _restacked(tensors: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return tensors with the parts of AutoEP's stacks of experts as one."""
+    """Return tensors with the parts of AutoEP's stacks of experts joined."""
     found = {key: match for key in tensors if (match := _STACKED.fullmatch(key))}
     parts: dict[str, dict[int, TensorSpec]] = {}
     for key, match in found.items():
@@ -218,9 +217,9 @@ def _restacked(tensors: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def copies_of(masters: Masters, module: Mapping[str, Any], path: str) -> dict[str, TensorSpec]:
-    """Return the copies that the model states have of the masters; in stage 3, there are none.
+    """Return the copies of the masters in the model states; in stage 3, there are none.
 
-    Raises ``UnreadableError`` if they are of other shapes."""
+    Raises ``UnreadableError`` if their shapes differ."""
     found = {name: copy for name in masters.tensors if isinstance(copy := module.get(name), TensorSpec)}
     if masters.stage == 3:
         return {}
@@ -233,17 +232,17 @@ def copies_of(masters: Masters, module: Mapping[str, Any], path: str) -> dict[st
 
 
 class _States(Struct):
-    """What the optimizer states of one rank say, as inert data."""
+    """The optimizer states of one rank, as inert data."""
 
     masters: list[TensorSpec]
     stage: int
-    counts: list[int]  # over how many ranks each group is cut; fewer than there are for a group of experts
-    ranks: list[Any]  # which these are, where that is said: with experts in stage 3
+    counts: list[int]  # number of ranks over which each group is split; fewer than all for a group of experts
+    ranks: list[Any]  # these ranks, if the file lists them: with experts in stage 3
     paddings: Any
     # The state_dict of the inner optimizer: `state` by number of the flat group, and `param_groups`.
     optimizer: Mapping[str, Any]
     version: str = ""
-    settings: Any = None  # what is the same in all ranks
+    settings: Any = None  # equal on all ranks
 
     @property
     def world(self) -> int:
@@ -251,7 +250,7 @@ class _States(Struct):
 
     @property
     def save(self) -> tuple[object, ...]:
-        """What all ranks of one save have alike, with the step of every flat group, as far as the optimizer counts."""
+        """Facts that are equal on all ranks of a save, with the step of every flat group if the optimizer counts."""
         dtypes = sorted({spec.dtype for spec in tensors_in([self.masters, self.optimizer])})
         found = self.optimizer.get("state")
         groups = found.values() if isinstance(found, dict) else ()
@@ -266,7 +265,7 @@ class _States(Struct):
 
 
 class Masters(Struct):
-    """What the data-parallel ranks hold together: the fp32 masters, and the optimizer's state by name."""
+    """The merged data of data-parallel ranks: the fp32 masters, and the optimizer's state by name."""
 
     tensors: dict[str, TensorSpec]
     optimizer: dict[str, Any] | None
@@ -276,14 +275,14 @@ class Masters(Struct):
 
     @property
     def release(self) -> str:
-        """What wrote them."""
+        """The program that wrote them."""
         return f"DeepSpeed {self.version}".strip() + f", ZeRO stage {self.stage or '1 or 2'}"
 
 
 def joined_masters(
     files: RankFiles, models: Sequence[int], roots: Sequence[Any], joining: Joining, split_of: SplitOf
 ) -> Masters:
-    """Return what the ranks hold that share each of these tensor-parallel ranks, joined."""
+    """Merge the data-parallel ranks of each of these tensor-parallel ranks, and join the results."""
     parts = [Merging(files, model).masters(root) for model, root in zip(models, roots, strict=True)]
     optimizers = [part.optimizer for part in parts]
     if len(parts) == 1:
@@ -305,7 +304,7 @@ def joined_masters(
 
 
 class _FlatRun(Struct, frozen=True):
-    """What is flat in one group, or in several: the ranks that share it, and the names and shapes in it, in order."""
+    """A flat run in one or several groups: the ranks over which it is split, and the names and shapes in order."""
 
     groups: Sequence[int]
     ranks: Sequence[int]
@@ -313,9 +312,9 @@ class _FlatRun(Struct, frozen=True):
 
 
 def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_FlatRun]:
-    """Yield the runs of all groups: of a group of experts, one for each set of ranks that holds other experts.
+    """Yield the runs of all groups; a group of experts has one for each set of ranks with its own experts.
 
-    Each rank counts its own experts from 0 on. Raises ``ValueError`` if ranks share out what are no experts."""
+    Each rank numbers its experts from 0. Raises ``ValueError`` if a group without experts is on some ranks only."""
     world = max(counts)
     for index, (shapes, count) in enumerate(zip(groups, counts, strict=True)):
         sets = world // count if count > 0 else 0
@@ -336,7 +335,7 @@ def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_FlatRun]
 
 
 class Merging:
-    """The merging of the optimizer states of ranks that share their parameters."""
+    """Merges the optimizer states of ranks that share their parameters."""
 
     def __init__(self, files: RankFiles, model_rank: int) -> None:
         self.files, self.path = files, str(files.folder)
@@ -354,7 +353,7 @@ class Merging:
         self.first = self.states[min(self.states)]
 
     def masters(self, root: Any) -> Masters:
-        """Return what the ranks hold; ``root`` are the model states, which say the names and shapes."""
+        """Return the merged data of the ranks; ``root`` are the model states, which have the names and shapes."""
         named = {self.present[rank].name: made for rank, made in self.states.items()}
         self.files.note_repeated({name: [made.masters, made.optimizer] for name, made in named.items()})
         settings = {name: made.settings for name, made in named.items()}
@@ -395,7 +394,7 @@ class Merging:
             raise damaged(file, f"not optimizer states of ZeRO ({type(error).__name__}: {error})") from error
 
     def _partitions(self, runs: Sequence[_FlatRun], take: _Take) -> dict[str, TensorSpec] | None:
-        """Return the tensors of stages 1 and 2: each run is cut into equal partitions. None if those are not flat."""
+        """Return the tensors of stages 1 and 2: each run is split into equal partitions. None if these are not flat."""
         states, paddings_of = self.states, self.first.paddings
         made: dict[str, TensorSpec] = {}
         for run in runs:
@@ -420,7 +419,7 @@ class Merging:
         return _restacked(made, self.path)
 
     def _check_length(self, index: int, wanted: int, length: int, world: int) -> None:
-        """Raise ``UnreadableError`` unless a group's partitions hold its parameters and no more than the padding."""
+        """Raise ``UnreadableError`` unless a group's partitions have the size of its parameters and padding."""
         if not wanted <= length * world < wanted + _PADDING * world:
             raise UnreadableError(
                 f"{self.path}: group {index} has names and shapes of {wanted} numbers, and its {world} partitions hold"
@@ -428,14 +427,14 @@ class Merging:
             )
 
     def _note_short(self, held: Mapping[int, tuple[int, int]]) -> None:
-        """Note as damage the ranks that hold fewer numbers than their partition has."""
+        """Record as damage the ranks with fewer elements than their partition has."""
         for rank, (there, size) in held.items():
             fact = Fact.of(Kind.RANK_SHORT, self.present[rank].name, there=there, size=size)
             if there < size and fact not in self.files.damage:
                 self.files.damage.append(fact)
 
     def _spread(self, runs: Sequence[_FlatRun], take: _Take) -> dict[str, TensorSpec] | None:
-        """Return the tensors of stage 3: each is cut into equal shares. None if what ranks hold is not flat."""
+        """Return the tensors of stage 3: each is split into equal shares. None if the ranks' tensors are not flat."""
         made: dict[str, TensorSpec] = {}
         for run in runs:
             taken = {
@@ -462,7 +461,7 @@ class Merging:
     def _optimizer(
         self, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[Shapes]
     ) -> dict[str, Any] | None:
-        """Return the optimizer's state by name; None if it is not there, or lies in another way than the masters."""
+        """Return the optimizer's state by name; None if it is missing, or not laid out like the masters."""
         first = self.first
         numbers, states = first.numbers, first.optimizer.get("state")
         if not isinstance(states, dict) or set(numbers) - states.keys():
@@ -481,7 +480,7 @@ class Merging:
                 return None
             for name, spec in tensors.items():
                 made[name][field] = spec
-        # Stage 3 has one dict of names for each of its sub-groups, as many as there are flat groups.
+        # Stage 3 has a dict of names for each of its sub-groups, as many as there are flat groups.
         if len(groups) != len(numbers):
             return None
         names = dict(zip(numbers, map(list, groups), strict=True))
@@ -493,9 +492,9 @@ class Merging:
 
 
 def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
-    """Return the model states of rank 0, and of the others their shares of frozen parameters, if there are any.
+    """Return the model states of rank 0, and the shares of frozen parameters of the other ranks, if there are any.
 
-    Raises ``UnreadableError`` if there are none, or if they are of different steps."""
+    Raises ``UnreadableError`` if rank 0 has none, or if their steps differ."""
     roots: dict[int, Any] = {}
     steps, settings, fragments = {}, {}, {}
     for rank, file in found.items():
@@ -521,15 +520,14 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
 
 
 def note_masters(files: RankFiles, module: Mapping[str, Any], masters: Mapping[str, TensorSpec]) -> None:
-    """Note the types of the training in which the model states have what is trained, beside the masters of fp32; of
-    stage 3 they have it empty."""
+    """Remark the dtypes of the weights in the model states, if they have fp32 masters. In stage 3 they are empty."""
     halves = (module.get(name) for name, master in masters.items() if master.dtype == "float32")
     for half in sorted({spec.dtype for spec in halves if isinstance(spec, TensorSpec)} - {"float32"}):
         files.remarks[Fact.of(Kind.MASTERS, dtype=half)] = None
 
 
 def frozen_parameters(root: Any, roots: Mapping[int, Any], world: int, path: str) -> dict[str, TensorSpec]:
-    """Return the frozen parameters of stage 3, of which every rank's model states hold a share."""
+    """Return the frozen parameters of stage 3, merged from their shares in every rank's model states."""
     made = {}
     for name, size in (root.get("frozen_param_shapes") or {}).items():
         shape = sizes(size)
@@ -551,7 +549,7 @@ def whole_module(
 ) -> OrderedDict[str, Any]:
     """Return the state_dict of model states with whole tensors, in the order of the model, with its ties.
 
-    A tied parameter has one master. Raises ``UnreadableError`` if the values of a parameter are nowhere."""
+    Tied parameters share a master. Raises ``UnreadableError`` if no rank has the values of a parameter."""
     module, shared = root["module"], root.get("shared_params") or {}
     views = {entry.view: name for name in trained if isinstance(entry := module.get(name), TensorSpec)}
     weights: OrderedDict[str, Any] = OrderedDict()
@@ -560,7 +558,7 @@ def whole_module(
         if (holder := name if name in whole else shared.get(name)) in whole:
             weights[name] = whole[holder]
         elif isinstance(entry, TensorSpec) and entry.numel and entry.view in views:
-            weights[name] = trained[views[entry.view]]  # older releases do not list what is tied
+            weights[name] = trained[views[entry.view]]  # older releases do not list ties
         else:
             if isinstance(entry, TensorSpec) and entry.shape == (0,) and name not in root["buffer_names"]:
                 empty.append(name)
@@ -572,7 +570,7 @@ def whole_module(
     return weights
 
 
-_Take = Callable[[_States, int], Any]  # what takes the slice of a flat group out of the states of a rank
+_Take = Callable[[_States, int], Any]  # returns the slice of a flat group from the states of a rank
 
 
 def _moment(numbers: Sequence[int], field: str, states: _States, index: int) -> Any:
@@ -586,7 +584,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _states(root: Any) -> _States:
-    """Return the optimizer states in a file. Raises ``ValueError`` and the like if it is another file."""
+    """Return the optimizer states in a file. Raises ``ValueError`` or another of ``MALFORMED`` for other files."""
     held = root["optimizer_state_dict"]
     spread = "fp32_flat_groups" in held
     masters = held["fp32_flat_groups" if spread else "single_partition_of_fp32_groups"]
@@ -604,7 +602,7 @@ def _states(root: Any) -> _States:
     paddings = held.get("param_alignment_paddings") or []
     if any(type(count) is not int or count < 0 for group in paddings for count in group):
         raise ValueError(f"{shown(paddings)} in the place of paddings")
-    stage = held.get("zero_stage")  # bf16_optimizer does not say it
+    stage = held.get("zero_stage")  # not in states of bf16_optimizer
     stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
     version = root.get("ds_version") or held.get("ds_version")
     return _States(
@@ -624,7 +622,7 @@ def _states(root: Any) -> _States:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, or the value of a tensor of one float32; None for anything else."""
+    """Return a number, or the value of a tensor with one float32; None for anything else."""
     if isinstance(value, TensorSpec) and value.numel == 1 and value.dtype == "float32" and value.storage is not None:
         start, stop = value.extent
         return float(struct.unpack("<f", value.storage.source.read(start, stop))[0])

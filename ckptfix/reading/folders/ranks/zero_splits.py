@@ -1,5 +1,5 @@
-"""How DeepSpeed says that tensor-parallel ranks divide a model: in the ``universal_checkpoint_info`` of model states,
-by patterns of names, with kinds of splits, maps of pieces and lists of sub-parameters; or by Megatron's names.
+"""How tensor-parallel ranks of DeepSpeed split a model: by the ``universal_checkpoint_info`` of model states, which
+maps patterns of names to kinds of splits, maps of pieces and lists of sub-parameters, or else by Megatron's names.
 
 Source: ``deepspeed/checkpoint/ds_to_universal.py`` (0.9 to 0.19)."""
 
@@ -18,18 +18,18 @@ from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.partition import WHOLE, Split, SplitOf, SplitRule, stacked
 from ckptfix.reading.pickles.claims import sizes
 
-# Before version 1 of its checkpoints, Megatron had all queries of a rank before all keys and all values, as
-# SwissArmyTransformer has (GLM-130B, CogVLM).
+# Megatron before version 1 of its checkpoints, and SwissArmyTransformer (GLM-130B, CogVLM), have all queries of a rank
+# before all keys before all values.
 _IN_THIRDS = re.compile(r"((?:.*\.)?transformer\.layers\.\d+\.\w*attention\.)(query_)?key_value\.(?:weight|bias)")
 _PATTERN = re.compile(r"(?:\w|-|\.[*+]?|\\d\+?|\\[^\w]|\^|\$){1,512}")
 _MAP_VERSION = 1
-_QUANTIFIERS = 3  # patterns of names that are run: in time that no name can make long
+_QUANTIFIERS = 3  # most quantifiers of a pattern, so that it matches any name in bounded time
 
 
 def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, Any]) -> SplitOf:
-    """Return how tensor-parallel ranks divide a model: by the rules for DeepSpeed's own converter, or by the table.
+    """Return how tensor-parallel ranks split a model: by the rules for DeepSpeed's own converter, or by the table.
 
-    What has no rule is divided by rows. ``state`` is a state_dict of one rank."""
+    With the converter's rules, parameters without a rule are split by rows. ``state`` is the state_dict of one rank."""
     info = root.get("universal_checkpoint_info")
     if not isinstance(info, dict):
         version = root.get("checkpoint_version")
@@ -42,7 +42,7 @@ def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, A
         if not _PATTERN.fullmatch(text) or sum(map(text.count, "*+")) > _QUANTIFIERS:
             raise ValueError(f"{shown(text)} in the place of a pattern of names")
         if re.escape(name := re.sub(r"\\(.)", r"\1", text[1:-1])) == text[1:-1] and text[0] + text[-1] == "^$":
-            literal.setdefault(name, rule)  # as AutoTP writes one for every parameter
+            literal.setdefault(name, rule)  # AutoTP writes one for every parameter
         else:
             patterns.append((re.compile(text), rule))
     trained = {str(name) for group in root["param_shapes"] for name in group}
@@ -55,13 +55,13 @@ def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, A
     return _of_parameters(split_of)
 
 
-_MakeSplit = Callable[[str, Sequence[TensorSpec]], Split]  # says how a tensor is divided into these parts
+_MakeSplit = Callable[[str, Sequence[TensorSpec]], Split]  # returns how a tensor is split into these parts
 
 
 def _rules(info: Mapping[str, Any]) -> Iterator[tuple[str, _MakeSplit]]:
-    """Yield the rules of DeepSpeed's converter by patterns of names, the most exact first.
+    """Yield the rules of DeepSpeed's converter by patterns of names, most specific first.
 
-    What has neither a map nor a category would be taken for rows, and some of it is not."""
+    Unsupported parameters come first, because without a rule they would be split by rows."""
     for text, reason in (info.get("autotp_unsupported_parameter_patterns") or {}).items():
         yield text, partial(_refused, reason)
     affine = info.get("affine_map") or {}
@@ -87,7 +87,7 @@ def _refused(reason: object, name: str, parts: Sequence[TensorSpec]) -> Split:
 
 
 def _by_map(entry: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) -> Split:
-    """Return the places in a map of pieces, each of which is a view of the whole and one of the part."""
+    """Return the split for a map of pieces, each of which is a view of the whole and a view of the part."""
     shape, places = sizes(entry["logical_shape"]), []
     for rank in range(len(parts)):
         held = entry["ranks"][rank]
@@ -99,7 +99,7 @@ def _by_map(entry: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) ->
 
 
 def _box(shape: tuple[int, ...], piece: Mapping[str, Any], place: str) -> Box:
-    """Return the box that a piece is of a tensor. Raises ``ValueError`` if it is not a box."""
+    """Return the box of a piece in a tensor. Raises ``ValueError`` if it is not a box."""
     (start, steps), extent, strides = piece[place], sizes(piece["shape"]), contiguous_strides(shape)
     usual = zip(extent, sizes(steps), strides, strict=True)
     if type(start) is not int or start < 0 or any(size > 1 and step != own for size, step, own in usual):
@@ -112,10 +112,10 @@ def _box(shape: tuple[int, ...], piece: Mapping[str, Any], place: str) -> Box:
 
 
 def _of_sub_parameters(entry: Mapping[str, Any], widths: Any, name: str, parts: Sequence[TensorSpec]) -> Split:
-    """Return the places of parameters that are one after another in the whole, and each of them in every rank."""
+    """Return the split of concatenated parameters, each of which is split over all ranks."""
     axis, ranks, first = entry["partition_dim"], len(parts), parts[0]
     within = entry["shape"][axis]
-    if widths is None and type(within) is int:  # how many there are, of one size
+    if widths is None and type(within) is int:  # the number of parameters, all of one size
         return Split(axis, within)
     if widths is None:
         if any(size % ranks for size in sizes(within)):
@@ -127,8 +127,8 @@ def _of_sub_parameters(entry: Mapping[str, Any], widths: Any, name: str, parts: 
 def _split_in_thirds(
     split_of: SplitOf, state: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]
 ) -> Split | None:
-    """Return the same for queries, keys and values that are one after another in each rank; None if it has fewer keys
-    than queries."""
+    """Return the split of queries, keys and values that are concatenated on each rank; None if there are fewer keys
+    than queries. Other tensors are split by ``split_of``."""
     if (match := _IN_THIRDS.fullmatch(name)) is None:
         return split_of(name, parts)
     count, dense = 3 if match[2] else 2, state.get(f"{match[1]}dense.weight")
@@ -137,7 +137,7 @@ def _split_in_thirds(
 
 
 def check_degree(path: str, state: Mapping[str, Any], ranks: int) -> None:
-    """Raise ``UnreadableError`` if the layers of ranks that do not say how many there are have heads for more."""
+    """Raise ``UnreadableError`` if attention layers are split over more than ``ranks`` ranks, by their shapes."""
     for name, spec in state.items():
         if name.endswith("attention.dense.weight") and isinstance(spec, TensorSpec) and len(spec.shape) == 2:
             rows, columns = spec.shape
@@ -156,5 +156,5 @@ _DIVIDED = {
 
 
 def _of_parameters(split_of: SplitOf) -> SplitOf:
-    """Return the same for numbers, such as the step of an optimizer, and for what stage 3 has emptied: copies."""
+    """Return ``split_of``, except that scalars (an optimizer's step) and tensors emptied by stage 3 are copies."""
     return lambda name, parts: split_of(name, parts) if parts[0].shape and parts[0].numel else WHOLE
