@@ -1,4 +1,4 @@
-"""The two checks that every rule is tested with: nothing happens, or exactly this happens."""
+"""The two checks for every rule: it changes nothing, or exactly this."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ckptfix
 
 
 def check_noop(state_dict: Mapping[str, Any], code: str, model: Any = None, **settings: Any) -> None:
-    """The rule says nothing about the state_dict, and nothing of it is changed when only this rule runs."""
+    """Assert that the rule, run on its own, finds nothing in the state_dict and changes nothing."""
     repaired, report = ckptfix.repair_state_dict(state_dict, model, select=(code,), **settings)
     assert [finding.message for finding in report.findings] == []
     assert_same(repaired, state_dict)
@@ -23,7 +23,7 @@ def check_noop(state_dict: Mapping[str, Any], code: str, model: Any = None, **se
 def check_repaired(
     before: Mapping[str, Any], after: Mapping[str, Any], code: str, model: Any = None, **settings: Any
 ) -> ckptfix.Report:
-    """The rule makes ``after`` of ``before``, says so in a finding of its code, and is done with it."""
+    """Assert that the rule, run on its own, turns ``before`` into ``after`` with one finding, and is stable."""
     kept = copy.deepcopy(before)
     repaired, report = ckptfix.repair_state_dict(before, model, select=(code,), **settings)
     assert [finding.code for finding in report.fixed] == [code]
@@ -35,7 +35,7 @@ def check_repaired(
 
 
 def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """Equal keys in equal order, equal dtypes and shapes, equal bytes (NaN ≠ NaN), equal ``_metadata``."""
+    """Assert equal keys in equal order, dtypes, shapes, bytes (as NaN ≠ NaN) and ``_metadata``."""
     assert list(got) == list(want)
     for key, value in want.items():
         if isinstance(value, torch.Tensor):
@@ -47,7 +47,7 @@ def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's values in row-major order; of a sparse or quantised one by its dense or integer view."""
+    """Return a tensor's values as row-major bytes; a sparse one made dense, a quantised one as integers."""
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.int_repr()
@@ -55,7 +55,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
         tensor = tensor.to_dense()
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.itemsize == 1:
-        tensor = tensor.view(torch.uint8)  # torch cannot copy each of the small dtypes
+        tensor = tensor.view(torch.uint8)  # torch cannot copy some of the small dtypes
     tensor = tensor.contiguous()
     start, count = tensor.storage_offset() * tensor.itemsize, tensor.numel() * tensor.itemsize
     raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -63,7 +63,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
-    """Whether other bytes in the file show in the tensor, as long as nothing was written to it."""
+    """Return whether the tensor is mapped from the file: whether changing the file changes it."""
     before, whole = bytes_of(tensor), path.read_bytes()
     descriptor = os.open(path, os.O_WRONLY)
     os.pwrite(descriptor, bytes(byte ^ 1 for byte in whole), 0)

@@ -1,7 +1,7 @@
-"""The processes of forward tests and migrations as copies of one that has imported torch: most of their time.
+"""Forks the processes of forward tests and migrations from one that has imported torch, which takes most of their time.
 
-Tests with the fixture ``real_child`` start them as users do. Run as a program, this module is what
-is copied."""
+Tests with the fixture ``real_child`` start real processes. Run as a program, this module is the process that is
+forked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TESTS = Path(__file__).resolve().parent
 def _original() -> socket.socket:
     ours, theirs = socket.socketpair()
     end, null = theirs.fileno(), subprocess.DEVNULL
-    # The first test that needs it may have a path of its own, without what lets torchvision be imported.
+    # The first test that needs it may have set a path without the folder that lets torchvision import.
     path = os.pathsep.join(str(_TESTS / folder) for folder in ("peers", ".."))
     environment = {**os.environ, "PYTHONPATH": path}
     subprocess.Popen([sys.executable, __file__, str(end)], pass_fds=[end], stdin=null, stdout=null, env=environment)
@@ -37,7 +37,7 @@ def _original() -> socket.socket:
 
 
 class Copy:
-    """What ``subprocess.Popen`` is for the parent of a forward test, and for the driver of a migration."""
+    """A stand-in for ``subprocess.Popen`` in the parent of a forward test and in the driver of a migration."""
 
     def __init__(
         self, words: list[str], *, stdin: int, stdout: Any, env: dict[str, str], cwd: Path | None = None,
@@ -78,19 +78,19 @@ class Copy:
         self.send_signal(signal.SIGKILL)
 
 
-# For `ckptfix.smoke.launch` and `ckptfix.zoo.engine`, in the place of the module of this name.
+# Replaces the module `subprocess` in `ckptfix.smoke.launch` and `ckptfix.zoo.engine`.
 SUBPROCESS = SimpleNamespace(**{**vars(subprocess), "Popen": Copy})
 
 
 def serve(channel: socket.socket) -> None:
-    """Make a copy for each order, until nobody is left to give one."""
-    import torch  # noqa: F401  what all this is for
+    """Fork a copy for each order, until the channel is closed."""
+    import torch  # noqa: F401  the slow import that copies share
 
     from ckptfix.smoke import child, equivalence, exam  # noqa: F401
     from ckptfix.zoo import engine, performing  # noqa: F401
 
     own = [entry for entry in sys.path[1:] if entry not in os.environ["PYTHONPATH"].split(os.pathsep)]
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the minders are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the minding processes are not waited for
     while True:
         order, ends, _, _ = socket.recv_fds(channel, 1 << 20, 8)
         if not order:
@@ -103,7 +103,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def _mind(order: dict[str, Any], own: list[str], stdin: int, stdout: int, status: int, *more: int) -> None:
-    """Tell the number of the copy, and how it ended."""
+    """Fork the copy, and report its process id and exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     copy = os.fork()
     if copy == 0:
@@ -117,7 +117,7 @@ def _mind(order: dict[str, Any], own: list[str], stdin: int, stdout: int, status
 
 
 def _become(order: dict[str, Any], own: list[str], stdin: int, stdout: int, *more: int) -> None:
-    """Do what ``python -m`` does with a module that has a ``main``."""
+    """Run the ``main`` of a module as ``python -m`` would."""
     os.setsid()
     for number, end in enumerate((stdin, stdout, stdout)):
         os.dup2(end, number)
@@ -130,13 +130,13 @@ def _become(order: dict[str, Any], own: list[str], stdin: int, stdout: int, *mor
     sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8", buffering=1)
     sys.stderr = sys.stdout
     program = sys.modules[sys.argv[0]]
-    vars(program)["die_with"] = lambda parent: None  # its parent is the minder
+    vars(program)["die_with"] = lambda parent: None  # its parent is the minding process
     code = 0
     try:
         program.main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
-    except BaseException:  # noqa: BLE001  Python would print it too
+    except BaseException:  # noqa: BLE001  Python would print it as well
         traceback.print_exc()
         code = 1
     os._exit(code)

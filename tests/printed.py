@@ -1,5 +1,5 @@
-"""Holds every command that a test makes ckptfix print against the real parser of the command line, and every call
-against the functions of the library."""
+"""Checks every command that ckptfix prints in a test with the real parser of the command line, and every call with the
+functions of the library."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ckptfix.core.report import Call
 
 
 def parse(words: list[str]) -> None:
-    """Parse a command without running it. Raises what the command line raises for a wrong one."""
-    from ckptfix.cli.program import PROGRAM  # click comes with it, and most tests print no command
+    """Parse a command without running it. Raises click's errors for an invalid one."""
+    from ckptfix.cli.program import PROGRAM  # imports click, which most tests do not need
 
     program, name, *rest = words
     assert program == "ckptfix", words
@@ -31,19 +31,19 @@ def parse(words: list[str]) -> None:
 
 
 def watch() -> None:
-    """Parse whatever is put together as a command from now on. Call it before anything imports ``typed``."""
+    """Parse every command that is put together from now on. Call it before anything imports ``typed``."""
     plain = shell.typed
 
     def typed(words: Iterable[str]) -> str:
         words = tuple(words)
         text = plain(words)
-        if words[:1] == ("ckptfix",) and list(words[1:]) != sys.argv[1:]:  # the page repeats its own command line
+        if words[:1] == ("ckptfix",) and list(words[1:]) != sys.argv[1:]:  # the page shows its own command line
             parse(list(words))
             assert not text.isprintable() or "$'" in text or tuple(shlex.split(text)) == words, text
         return text
 
     shell.typed = typed
-    from ckptfix.report import advice  # only now, for it imports ``typed``
+    from ckptfix.report import advice  # imported late, since it imports ``typed``
 
     call_text = advice.call_text
 

@@ -1,7 +1,7 @@
-"""What becomes of a file that may be hostile: opened, read, checked with its values, repaired into both formats.
+"""Opens, reads, checks and repairs a possibly hostile file, and returns the outcome.
 
-``python -m tests.attacks.outcomes BYTES FILE…`` only opens each, within so many bytes of address space, and says a
-line.
+``python -m tests.attacks.outcomes BYTES FILE…`` only opens each file, with so many bytes of address space, and prints a
+line for it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ckptfix.errors import CkptfixError, HostileError, UnreadableError, WriteErr
 
 REFUSED = "refused"
 LIMITS = {signal.ITIMER_PROF: 60, signal.ITIMER_REAL: 600}
-"""Seconds of the processor, and of the clock for what waits without end. Far above what any of the files takes: this
-tells an end from no end, and measures nothing."""
+"""Limits in seconds of CPU time, and of wall-clock time for endless waiting. Far above what any file takes: they only
+detect endless loops."""
 
 HEARD = {signal.ITIMER_PROF: signal.SIGPROF, signal.ITIMER_REAL: signal.SIGALRM}
-"""The signals of these clocks."""
+"""The signals of these timers."""
 
 
 class TooLongError(BaseException):
-    """No end in sight. Not an ``Exception``, so that nothing takes it for an error of its own."""
+    """The block does not end. Not an ``Exception``, so that no code under test catches it."""
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Raises ``TooLongError`` in a block that does not end."""
+    """Raise ``TooLongError`` in a block that does not end."""
 
     def give_up(signum: int, frame: FrameType | None) -> None:
         raise TooLongError(f"still running when {signal.Signals(signum).name} came")
@@ -51,7 +51,7 @@ def bounded() -> Iterator[None]:
 
 
 def outcome(path: Path) -> str:
-    """``refused``, ``repaired``, or what a writer said; anything but a ``CkptfixError`` escapes."""
+    """Return ``refused``, ``repaired``, or the errors of writers. Lets all but ``CkptfixError`` through."""
     with bounded():
         steps: list[Callable[[Path], Any]] = [
             lambda out: ckptfix.open_checkpoint(path).state_dict(),
@@ -71,13 +71,13 @@ def outcome(path: Path) -> str:
         assert all(str(error).isprintable() and "please report" not in str(error) for error in errors), errors
         if len(errors) == len(steps):
             return REFUSED
-        # A file that opens may hold what a format cannot; it may not be found unreadable half way.
+        # A file that opens may contain what a format cannot store, but must not turn out unreadable later.
         assert all(isinstance(error, WriteError) for error in errors), errors
         return "; ".join(map(str, errors)) or "repaired"
 
 
 def opening(path: Path) -> str:
-    """``refused`` in one printable line that names the file, or the number of tensors."""
+    """Return the number of tensors, ``refused`` for a printable error that names the file, or another error's repr."""
     with bounded():
         try:
             return str(len(ckptfix.open_checkpoint(path).specs))

@@ -1,4 +1,4 @@
-"""Small checkpoints in an empty folder, which is the working directory."""
+"""A working directory with small checkpoints."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def broken():
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: ``good.pth`` fits ``zoo:tiny``, ``wrapped.pth`` was saved under DataParallel, ``torn.pth``
-    is cut short.
+    """Create the working directory: ``good.pth`` fits ``zoo:tiny``, ``wrapped.pth`` was saved under DataParallel,
+    ``torn.pth`` is truncated.
     """
     state_dict = torch.nn.Linear(3, 2).state_dict()
     torch.save(state_dict, tmp_path / "good.pth")

@@ -1,4 +1,4 @@
-"""Ways to run the command line in a test."""
+"""Runs the command line in a test."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a test's process, without what would change its colours or the buffers of its streams."""
+    """Return the environment of a child process, without variables for colours or buffering."""
     unwanted = ("NO_COLOR", "FORCE_COLOR", "PYTHONUNBUFFERED")
     kept = {name: value for name, value in os.environ.items() if name not in unwanted}
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **changes}
 
 
 def command(*words: str | Path) -> list[str]:
-    """The words that run ckptfix with this Python."""
+    """Return the words that run ckptfix with this Python."""
     return [sys.executable, "-m", "ckptfix", *map(str, words)]
 
 
@@ -39,10 +39,10 @@ def run(*words: str | Path, cwd: Path, **changes: str) -> subprocess.CompletedPr
 
 
 def run_here(*words: str | Path, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    """Run ckptfix to its end in this process, where torch is there already.
+    """Run ckptfix to its end in this process, which has imported torch already.
 
-    Its words, its folder, its environment and its streams are the same; what becomes of signals and of closed streams
-    is left out, and so is what Python itself says at its end."""
+    Arguments, folder, environment and streams are the same as in a process of its own; signals, closed streams and what
+    Python prints at exit are not covered."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2))
     argv = ["ckptfix", *map(str, words)]
     with (
@@ -63,7 +63,7 @@ def run_here(*words: str | Path, cwd: Path, **changes: str) -> subprocess.Comple
 
 @contextlib.contextmanager
 def _in_folder(folder: Path) -> Iterator[None]:
-    """Work in a folder, and forget the modules that lie in it: another folder has others of the same names."""
+    """Work in a folder, and then forget the modules imported from it: other folders have modules of these names."""
     before, modules = Path.cwd(), {*sys.modules}
     os.chdir(folder)
     try:
@@ -77,7 +77,7 @@ def _in_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """Show warnings as Python does by itself, and not in the summary of the tests."""
+    """Show warnings as Python does by default, not in the summary of the tests."""
 
     def show(message, category, filename, lineno, file=None, line=None) -> None:
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
@@ -90,5 +90,5 @@ def _warnings_on_stderr() -> Iterator[None]:
 
 
 def parse(line: str) -> None:
-    """Let the program's own parser read a command, without running it."""
+    """Parse a command with the real parser, without running it."""
     printed.parse(shlex.split(line))

@@ -1,4 +1,4 @@
-"""Genuine messages of many releases, under the name of the record that each belongs to."""
+"""Genuine messages of many releases, by the name of the record that they match."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Let torchvision's models import beside the CPU build of torch, which has no torchvision operators.
+"""Lets torchvision's models import with the CPU build of torch, which has no torchvision operators.
 
-Python runs this file at start where this folder is in `PYTHONPATH`; `tests/conftest.py` puts it there, so that the
-programs that a test starts have it too. The schemas are defined when torchvision is first imported, and not before:
-importing torch takes a second.
+Python runs this file at startup if its folder is in `PYTHONPATH`; `tests/conftest.py` puts it there, also for child
+processes. The schemas are defined only when torchvision is first imported, since importing torch takes a second.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 
 class _Operators:
-    """Define the schemas that torchvision registers kernels for, then leave the import to the other finders."""
+    """A finder that defines the schemas of torchvision's operators, and leaves the import to the other finders."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -33,7 +32,7 @@ class _Operators:
 
 
 def _nms(boxes: Any, scores: Any, iou_threshold: float) -> Any:
-    """Non-maximum suppression, so that detectors run: the indices of the boxes that are kept, the best first."""
+    """Do non-maximum suppression, so that detectors run: return the indices of the kept boxes, the best first."""
     import torch
 
     order = scores.argsort(descending=True).tolist()
@@ -49,8 +48,8 @@ def _nms(boxes: Any, scores: Any, iou_threshold: float) -> Any:
     return torch.tensor(kept, dtype=torch.int64)
 
 
-# The definitions end with the object that made them.
+# The definitions live as long as this object.
 LIBRARY: Any = None
-# A worker of pytest-xdist has run this file at its start, when conftest.py runs it.
+# In a worker of pytest-xdist, this file has run at startup before conftest.py runs it.
 if not any(getattr(finder, "__name__", "") == _Operators.__name__ for finder in sys.meta_path):
     sys.meta_path.insert(0, _Operators)

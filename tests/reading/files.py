@@ -1,4 +1,4 @@
-"""Files for the tests: checkpoints written with torch or with the package's own writers, and read back."""
+"""Writes checkpoints with torch or with the package's own writers, and reads them back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRITERS = {
 
 
 def write(checkpoint: Checkpoint, form: str, folder: Path, name: str = "written") -> Path:
-    """The file that one of the writers makes of a checkpoint."""
+    """Write a checkpoint with one of the writers, and return the path."""
     writer, suffix = WRITERS[form]
     path = folder / f"{name}{suffix}"
     with path.open("wb") as file:
@@ -31,29 +31,29 @@ def write(checkpoint: Checkpoint, form: str, folder: Path, name: str = "written"
 
 
 def saved(value: Any, folder: Path, name: str = "saved.pth", **options: Any) -> Path:
-    """The file that torch.save makes."""
+    """Write a file with torch.save, and return the path."""
     path = folder / name
     torch.save(value, path, **options)
     return path
 
 
 def opened(path: Path, weights: str | None = None) -> Checkpoint:
-    """The checkpoint of a file."""
+    """Return the checkpoint in a file."""
     return open_file(str(path), weights)
 
 
 def read_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, each read for itself."""
+    """Return all tensors of a checkpoint, read one by one."""
     return {key: checkpoint.read(key) for key in checkpoint.specs}
 
 
 def in_memory(value: Any, **options: Any) -> bytes:
-    """The bytes that torch.save makes."""
+    """Return the bytes that torch.save writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()
 
 
 def tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors among the entries of a state_dict."""
+    """Return the entries of a state_dict that are tensors."""
     return {key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}

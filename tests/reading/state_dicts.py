@@ -1,4 +1,4 @@
-"""State_dicts of every kind of tensor that torch knows, and what it means that two of them are the same."""
+"""State_dicts with every kind of tensor that torch has, and a comparison of two of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STRIDED = {name: dtype for name, dtype in TORCH_DTYPES.items() if name not in QU
 
 
 def pattern(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """A tensor of any strided dtype whose bytes differ from each other; NaN and other odd values are among them."""
+    """Return a tensor of any strided dtype with varying bytes, including NaN and other odd values."""
     count = torch.Size(shape).numel() * dtype.itemsize
     raw = (torch.arange(count, dtype=torch.int64) * 37 + 11).to(torch.uint8)
     if dtype == torch.bool:
@@ -35,7 +35,7 @@ def pattern(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def _views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The ways in which a tensor may lie in its storage."""
+    """Return tensors with every kind of layout in a storage."""
     base = pattern(dtype, 4, 6)
     flat = pattern(dtype, 24)
     return {
@@ -153,7 +153,7 @@ KINDS: dict[str, Callable[[], Mapping[str, Any]]] = {
 
 
 def ordered(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """The state_dict as torch makes it."""
+    """Return the state_dict as an OrderedDict with ``_metadata``, as torch makes it."""
     made = OrderedDict(state_dict)
     if hasattr(state_dict, "_metadata"):
         made._metadata = state_dict._metadata  # type: ignore[attr-defined]  # torch hangs it there
@@ -161,7 +161,7 @@ def ordered(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
 
 
 def same(got: Any, want: Any, where: str = "", strides: bool = True) -> None:
-    """Equal down to the last byte, the strides and the flags; for plain data, equal types and values."""
+    """Assert equal bytes, strides and flags of tensors, and equal types and values of plain data."""
     if not isinstance(want, torch.Tensor):
         assert type(got) is type(want), where
         if isinstance(want, Mapping):
@@ -194,7 +194,7 @@ def same(got: Any, want: Any, where: str = "", strides: bool = True) -> None:
 
 
 def overlaps(state_dict: Mapping[str, Any]) -> dict[tuple[str, str], int]:
-    """Pairs of keys whose tensors share bytes, with the distance of their first bytes."""
+    """Return the pairs of keys whose tensors share bytes, with the distance of their first bytes."""
     places = {}
     for key, tensor in state_dict.items():
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.numel():

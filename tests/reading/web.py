@@ -1,4 +1,4 @@
-"""A web server on loopback that gives ranges of files, counts what it sends, and fails as a test wants it."""
+"""A web server on localhost that serves ranges of files, counts what it sends, and fails as a test plans."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from urllib.parse import unquote
 
 @dataclass
 class Web:
-    """The files below ``root``; a repository of the hub is the folder of its name, whatever the revision."""
+    """A server of the files below ``root``. A repository of the hub is the folder with its name, for any revision."""
 
     root: Path
     url: str = ""
     ranges: bool = True
     token: str = ""
-    """What the hub wants to be told."""
+    """The token that the hub requires."""
     elsewhere: str = ""
-    """The server to which the hub redirects for the bytes of a file."""
+    """The server to which the hub redirects for the content of files."""
     troubles: list[int | str | tuple[int, str, str]] = field(default_factory=list)
-    """How the next requests go wrong: a status, one with a header, or ``cut`` for half of the answer."""
+    """How the next requests fail: with a status, a status and a header, or ``cut`` for half of the answer."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """Repositories by their old names, from which the hub redirects."""
+    """Repositories by old names, from which the hub redirects."""
     sent: int = 0
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     """The path of each request, and its ``Authorization``."""
@@ -73,7 +73,7 @@ class Web:
         headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}"} if wanted else {}
         with file.open("rb") as content:
             content.seek(start)
-            # Whole files are sent piece by piece: whoever wants only the start hangs up.
+            # Whole files are sent in pieces: a client that only wants the start disconnects.
             pieces = [content.read(stop - start)] if wanted else iter(lambda: content.read(1 << 16), b"")
             self.send(to, 206 if wanted else 200, *pieces, size=stop - start, cut=trouble == "cut", **headers)
 
@@ -86,7 +86,7 @@ class Web:
         to.end_headers()
         for piece in pieces:
             part = piece[: len(piece) // 2] if cut else piece
-            self.sent += len(part)  # before it goes out: the client may be done before this thread goes on
+            self.sent += len(part)  # before it is sent: the client may finish before this thread continues
             try:
                 to.wfile.write(part)
             except OSError:

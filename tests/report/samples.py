@@ -1,4 +1,4 @@
-"""Reports made by hand: a ResNet saved under DataParallel, before and after its repair."""
+"""Handmade reports on a ResNet saved under DataParallel, before and after its repair."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NOTE = Finding("FIL103", "foreign-class", Level.NOTE, "an object of a class is i
 
 
 def report(*findings: Finding, **rest: object) -> Report:
-    """A report of ``resnet.pth`` with these findings."""
+    """Return a report on ``resnet.pth`` with these findings."""
     facts = {
         "source": "resnet.pth",
         "format": "torch-zip",
@@ -62,7 +62,7 @@ def report(*findings: Finding, **rest: object) -> Report:
 
 
 def repaired() -> Report:
-    """The report after both defects were cured."""
+    """Return the report after both defects were repaired."""
     edits = tuple(edit for finding in (PREFIX, COUNTER) if finding.fix for edit in finding.fix.edits)
     return report(
         PREFIX,

@@ -1,4 +1,4 @@
-"""Adapters that peft trains and merges, for the tests that merge them."""
+"""Adapters saved and merged by peft, for the tests of merging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Attention(nn.Module):
 
 
 class Net(nn.Module):
-    """One layer of each kind that peft puts an adapter to; ``q`` has more rows than one block of the merge has."""
+    """One layer of each kind that peft adapts; ``q`` has more rows than a block of the merge."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def cached(name: str, folder: Path) -> Path:
-    """Make the folder of a repository in the cache of a hub."""
+    """Create the folder of a repository in the cache of a hub, and return it."""
     place = folder / f"models--{name.replace('/', '--')}" / "snapshots" / "0123"
     place.mkdir(parents=True)
     return place
@@ -47,7 +47,7 @@ def net(dtype=torch.float32):
 
 
 def trained(config, folder: Path, dtype=torch.float32, make=net) -> Path:
-    """Save an adapter of ``make()`` with other numbers than those of its start."""
+    """Save an adapter of ``make()`` with random instead of initial values, and return its folder."""
     model = peft.get_peft_model(make(dtype), config)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():

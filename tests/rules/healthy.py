@@ -1,4 +1,4 @@
-"""Models as they are born: many kinds of layers and initialisations, none of which is a defect."""
+"""Freshly initialised models with many kinds of layers and initialisations, none of which is a defect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerScale(nn.Module):
 
 
 def filled(layer: nn.Module, fill: Callable[[torch.Tensor], object]) -> nn.Module:
-    """The layer after its weight was initialised."""
+    """Initialise the weight of a layer, and return the layer."""
     weight = layer.get_parameter("weight")
     fill(weight)
     return layer
@@ -72,6 +72,6 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str) -> nn.Module:
-    """A healthy model by its name, the same at every call."""
+    """Return a healthy model by name, with the same values at every call."""
     torch.manual_seed(0)
     return HEALTHY[name]()

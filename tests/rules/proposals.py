@@ -1,4 +1,4 @@
-"""One rule at work on a small state_dict of real tensors, without the engine around it."""
+"""Runs one rule on a small state_dict of real tensors, without the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def context(
     root: object = None,
     **settings: Any,
 ) -> Context:
-    """What a rule sees of a state_dict and a model; ``root`` is the container around it."""
+    """Return the context of a rule for a state_dict and a model; ``root`` is the container around it."""
     checkpoint = state_dict if isinstance(state_dict, Checkpoint) else open_state_dict(state_dict)
     if root is not None:
         checkpoint = replace(checkpoint, root=root)
@@ -41,7 +41,7 @@ def context(
 
 
 def rule_of(generator: Generator) -> Rule:
-    """The rule that has this generator."""
+    """Return the rule with this generator."""
     code = generator.__module__.rpartition(".")[2].partition("_")[0]
     return next(rule for rule in RULES if rule.code == code.upper())
 
@@ -53,19 +53,19 @@ def propose(
     donor: StateDict | None = None,
     **settings: Any,
 ) -> list[Finding]:
-    """What the rule finds."""
+    """Return the findings of the rule."""
     return list(rule_of(generator).propose(context(state_dict, model, donor, **settings)))
 
 
 def loud(findings: list[Finding]) -> list[Finding]:
-    """The findings that change the exit code."""
+    """Return the findings that change the exit code."""
     return [finding for finding in findings if finding.level > Level.NOTE]
 
 
 def repaired(
     generator: Generator, state_dict: StateDict, model: Any = None, donor: StateDict | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """The state_dict after the fixes of the rule; a second look has to propose no further fix."""
+    """Return the state_dict after the fixes of the rule. Asserts that it then proposes no further fix."""
     seen, rule = context(state_dict, model, donor, **settings), rule_of(generator)
     edits = tuple(edit for finding in rule.propose(seen) if finding.fix for edit in finding.fix.edits)
     value_sources = ValueSources(seen.target, seen.donor)

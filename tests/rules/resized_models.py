@@ -1,4 +1,4 @@
-"""Models whose size can be chosen, and pairs of them that one recipe makes fit."""
+"""Models in several sizes, and pairs of them that one recipe makes fit."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def pair(name: str) -> tuple[nn.Module, nn.Module]:
     return KNOWN[name][0]()
 
 
-# What only the classes of a model say.
+# Recognised only by the classes of the model.
 BY_CLASS = {"Swin in timm", "Swin in transformers", "BEiT in transformers", "Data2Vec", "TimeSformer", "ViLT", "AIMv2"}
 
 

@@ -1,4 +1,4 @@
-"""Files for the models of tests/smoke/models.py."""
+"""Writes files for the models of tests/smoke/models.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Save = Callable[..., str]
 
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
-    """Writes the state_dict of a model, after some entries were changed (None takes one out), and gives the file."""
+    """Return a function that saves a state_dict with changed entries (None removes one) and returns the path."""
 
     def write(model: nn.Module, changes: dict[str, Any] | None = None) -> str:
         state = model.state_dict()

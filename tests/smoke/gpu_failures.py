@@ -1,4 +1,4 @@
-"""Models that fail on a GPU, truly. Every public class is a factory."""
+"""Models that really fail on a GPU. Every public class is a factory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.smoke.models import Net
 
 
 class TooManyWords(nn.Module):
-    """Looks up a word beyond its vocabulary: on CUDA that is an assert of the kernel, told at some later line."""
+    """Looks up a word beyond its vocabulary: on CUDA an assertion of the kernel, reported at a later line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class TooManyWords(nn.Module):
 
 
 class Greedy(Net):
-    """Takes a quarter of what is free on the GPU for each sample but the first, so that a batch of 8 does not fit."""
+    """Takes a quarter of the GPU's free memory for each sample except the first, so that a batch of 8 does not fit."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         free, _ = torch.cuda.mem_get_info(x.device)
@@ -33,7 +33,7 @@ class Greedy(Net):
 
 
 class Capped(Net):
-    """May take a small share of the GPU; its second sample is beyond it."""
+    """Is limited to a small share of the GPU, which its second sample exceeds."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 class Chatty(Net):
-    """Prints, in the factory and in forward, what looks like an answer."""
+    """Prints text that looks like an answer, in the factory and in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Chatty(Net):
 
 
 class Aborts(Net):
-    """Its process dies by a signal."""
+    """Kills its process with a signal."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         print("last words")  # noqa: T201  to print is the point
@@ -47,7 +47,7 @@ class Aborts(Net):
 
 
 class Hangs(Net):
-    """Never returns, and has a process of its own, whose id it writes to the file that $PID_FILE names."""
+    """Never returns, and starts a process, whose id it writes to the file $PID_FILE."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
@@ -57,7 +57,7 @@ class Hangs(Net):
 
 
 class Lingers(Net):
-    """Leaves a thread and a process running, whose id it writes to the file that $PID_FILE names."""
+    """Leaves a thread and a process running, whose id it writes to the file $PID_FILE."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         threading.Thread(target=time.sleep, args=(600,)).start()
@@ -74,14 +74,14 @@ class Refuses(Net):
 
 
 class Leaves(Net):
-    """Ends its process as if all were well."""
+    """Exits its process with status 0."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         sys.exit(0)
 
 
 class Guards(Net):
-    """Raises where a stored number is not the one that it was built with."""
+    """Raises if a stored number is not its initial one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Guards(Net):
 
 
 class GuardsLazily(Guards):
-    """The same with a layer that takes any width until it has seen one."""
+    """The same with a lazy layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class GuardsOnce(Guards):
 
 
 class GuardsThenAborts(Guards):
-    """The same, and its process dies by a signal where the index is whole."""
+    """The same, and kills its process with a signal if the number is right."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         super().forward(x)
@@ -127,7 +127,7 @@ class Unfinished(Net):
 
 
 class Checks(Net):
-    """Raises where it meets a NaN."""
+    """Raises if its output has NaN."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         output = super().forward(x)
@@ -163,7 +163,7 @@ class Tied(nn.Module):
 
 
 class Hider(Net):
-    """Keeps a parameter out of its own state_dict, so that no strict load ever misses it."""
+    """Hides a parameter from its state_dict, so that a strict load never misses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,15 +176,15 @@ guards = Guards()
 
 
 def half() -> nn.Module:
-    """The model in float16."""
+    """Return the model in float16."""
     return Net().half()
 
 
 def quits() -> nn.Module:
-    """Leaves instead of building."""
+    """Exit instead of building."""
     sys.exit("no licence")
 
 
 def broken(width: int = 3) -> nn.Module:
-    """Raises instead of building."""
+    """Raise instead of building."""
     raise KeyError(f"no layer of width {width}")

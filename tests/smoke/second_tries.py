@@ -1,4 +1,4 @@
-"""Models that fail until they are run in another way, or on other numbers. Every public class is a factory."""
+"""Models that fail until they run in another way, or on other numbers. Every public class is a factory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PEBIBYTE = 1 << 50
 
 
 class Hungry(Net):
-    """Takes a pebibyte for each sample but the first."""
+    """Takes a pebibyte for each sample except the first."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         torch.empty((x.shape[0] - 1, PEBIBYTE), dtype=torch.uint8)
@@ -33,7 +33,7 @@ class Hungry(Net):
 
 
 class Insatiable(Net):
-    """Takes a pebibyte, whatever is done."""
+    """Always takes a pebibyte."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         torch.empty(PEBIBYTE, dtype=torch.uint8)
@@ -41,15 +41,15 @@ class Insatiable(Net):
 
 
 class Limited(Net):
-    """Takes 384 MiB of float32 for each sample, under a limit of 320 MiB above what its process has when it is built:
-    one fits, and that in half precision alone.
+    """Takes 384 MiB of float32 for each sample, with a limit of 320 MiB above what its process has after building it:
+    only one sample fits, and only in half precision.
     """
 
     def __init__(self) -> None:
         super().__init__()
         import resource
 
-        torch.ones(64, 64) @ torch.ones(64, 64)  # the threads of the kernels have their stacks by now
+        torch.ones(64, 64) @ torch.ones(64, 64)  # allocates the stacks of the kernels' threads
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         limit = pages * resource.getpagesize() + (320 << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -60,7 +60,7 @@ class Limited(Net):
 
 
 class Mixed(Net):
-    """Its head is of float64, by an oversight."""
+    """Has a head in float64 by mistake."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class FailsInCudnn(Net):
 
 
 class AlwaysFailsInCudnn(Net):
-    """Stands in for a cuDNN that fails though it is off."""
+    """Stands in for a cuDNN that fails even if it is turned off."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
 
 
 class IllegalAccess(Net):
-    """Stands in for a kernel that reads where it must not: raises the genuine message, at the true line only where
+    """Stands in for a kernel with an illegal memory access: raises the genuine message, at the true line only if
     launches block.
     """
 
@@ -116,14 +116,14 @@ class DeviceAssert(Net):
 
 
 class Gamma(Net):
-    """Takes a root of its input, as for an image; of negative noise that is NaN."""
+    """Takes a root of its input, as of an image, which is NaN for negative numbers."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return super().forward(x**0.45)
 
 
 class Detector(Net):
-    """Finds nothing in what is darker than its threshold, and says so in its own words. A trained one has one."""
+    """Raises its own error for images darker than its threshold, which only a trained model has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,14 +143,14 @@ class AlwaysNan(Net):
 
 
 class MixedNan(Mixed):
-    """The same, with a head of float64."""
+    """The same, with a head in float64."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"logits": super().forward(x)["logits"] * (x.sum() * 0 / 0)}
 
 
 class HalfInPart(Net):
-    """Casts to half before a layer that is half, and back after it."""
+    """Casts to half before a half-precision layer, and back after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class HalfInPart(Net):
 
 
 class LacksHalf(HalfInPart):
-    """Stands in for an operator that has no half version on the CPU, with the message of torch."""
+    """Stands in for an operator without a half version on the CPU, with the message of torch."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         if x.dtype == torch.float16:
@@ -170,7 +170,7 @@ class LacksHalf(HalfInPart):
 
 
 class Masks(Net):
-    """Says -Inf for what can never be, by design."""
+    """Outputs -Inf for masked classes, by design."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         logits = super().forward(x)["logits"]
@@ -178,7 +178,7 @@ class Masks(Net):
 
 
 class Asserts(Gamma):
-    """Raises at the NaN that it makes of negative noise, or of weights that overflow."""
+    """Raises for the NaN that it makes from negative numbers, or from weights that overflow."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         output = super().forward(x)

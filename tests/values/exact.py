@@ -1,4 +1,4 @@
-"""The figures of numbers by exact arithmetic, and how they are compared."""
+"""Computes statistics by exact arithmetic, and compares them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckptfix.values.decode import Encoding
 INEXACT = ("mean", "rms")
 
 HALVES = 3e-7
-"""The share by which the moments of numbers of 16 bits may be off, of which the kernel adds eight as float32."""
+"""The relative error allowed in moments of 16-bit numbers, of which the kernel adds eight at a time in float32."""
 
 
 def assert_same_tally(found: TensorStatistics, expected: TensorStatistics, share: float = 1e-12) -> None:
-    """All is equal but the moments, which may be off by a share of the RMS."""
+    """Assert that all statistics are equal, except moments, which may differ by this share of the RMS."""
     for field in fields(TensorStatistics):
         if field.name not in INEXACT:
             assert getattr(found, field.name) == getattr(expected, field.name), field.name
@@ -27,7 +27,7 @@ def assert_same_tally(found: TensorStatistics, expected: TensorStatistics, share
 
 
 def exact_tally(units: np.ndarray, encoding: Encoding) -> TensorStatistics:
-    """One number after the other, in fractions: slow, and right."""
+    """Compute the statistics one number at a time, in fractions: slow but exact."""
     with np.errstate(all="ignore"):
         values = [float(value) for value in encoding.decode(units)]
     finite = [Fraction(value) for value in values if math.isfinite(value)]
@@ -48,7 +48,7 @@ def exact_tally(units: np.ndarray, encoding: Encoding) -> TensorStatistics:
 
 
 def _root(square: Fraction) -> float:
-    """The square root, of squares too that are no float."""
+    """Return the square root, even of numbers outside the range of floats."""
     if not square:
         return 0.0
     power = (square.numerator.bit_length() - square.denominator.bit_length()) // 2

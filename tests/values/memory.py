@@ -14,7 +14,7 @@ from ckptfix.core.spec import Storage, TensorSpec
 
 @dataclass
 class MemorySource:
-    """Bytes in memory that count how many of them were read."""
+    """A source of bytes in memory that counts how many are read."""
 
     data: bytes
     bytes_read: int = 0
@@ -32,7 +32,7 @@ class MemorySource:
 
 
 def spec_of(tensor: torch.Tensor, storages: dict[int, Storage]) -> TensorSpec:
-    """The spec of a tensor; tensors that share memory share a storage."""
+    """Return the spec of a tensor; tensors that share memory share a storage."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     if tensor.layout is not torch.strided:
         values = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
@@ -48,14 +48,14 @@ def spec_of(tensor: torch.Tensor, storages: dict[int, Storage]) -> TensorSpec:
 
 
 def checkpoint_of(state_dict: Mapping[str, torch.Tensor], **rest: object) -> Checkpoint:
-    """A state_dict as a Checkpoint; ``rest`` sets further fields."""
+    """Return a state_dict as a Checkpoint; ``rest`` sets further fields."""
     storages: dict[int, Storage] = {}
     entries = {key: spec_of(tensor.detach(), storages) for key, tensor in state_dict.items()}
     return replace(Checkpoint("model.pth", "test", entries), **rest)
 
 
 def source_of(checkpoint: Checkpoint, key: str) -> MemorySource:
-    """The bytes behind a key."""
+    """Return the source of a key's bytes."""
     storage = checkpoint.specs[key].storage
     assert storage is not None
     assert isinstance(storage.source, MemorySource)

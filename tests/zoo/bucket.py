@@ -1,4 +1,4 @@
-"""An S3 server on loopback whose answers go wrong as a test wants it."""
+"""An S3 server on localhost whose answers fail as a test plans."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ BROKEN = b'<?xml version="1.0"?><Error><Code>InternalError</Code><Message>We enc
 
 
 class Trouble(Enum):
-    """How a request goes wrong."""
+    """How a request fails."""
 
     THROTTLED = "503 Slow Down", THROTTLED
     BROKEN = "500 Internal Server Error", BROKEN
     FORBIDDEN = "403 Forbidden", FORBIDDEN
-    RESET = "the connection is reset before the server has seen the request", b""
+    RESET = "the connection is reset before the server sees the request", b""
     CUT = "the answer ends in the middle of its body", b""
-    SHORT = "half the body comes, and the headers say that this is all", b""
-    HALF_STORED = "the server keeps half of what is sent, and says that all is well", b""
-    HELD = "no answer comes until nothing is held any more", b""
+    SHORT = "half the body is sent, and the headers say that this is all", b""
+    HALF_STORED = "the server stores half of what is sent, and reports success", b""
+    HELD = "no answer is sent until the trouble ends", b""
 
 
 @dataclass
 class Planned:
-    """Trouble that awaits the next requests of a method to a path."""
+    """Trouble for the next requests with a method and a path."""
 
     trouble: Trouble
     method: str
     path: str
     times: int
     after: int = 0
-    """Requests that go well before it."""
+    """Requests that succeed before it."""
 
 
 @dataclass
 class Bucket:
-    """The server, with a bucket of its own for each test."""
+    """The server, with a bucket for each test."""
 
     app: Application
     url: str = ""
@@ -60,15 +60,15 @@ class Bucket:
     _release: threading.Event = field(default_factory=threading.Event)
 
     def plan(self, trouble: Trouble, method: str, path: str, times: int = 1, after: int = 0) -> None:
-        """Let the next requests whose path ends so go wrong; that many of them, and not the very next ``after``."""
+        """Let the next ``times`` requests whose path ends with ``path`` fail, after ``after`` that succeed."""
         self.planned.append(Planned(trouble, method, path, times, after))
 
     def count(self, method: str, path: str) -> int:
-        """How many requests there were whose path ends so."""
+        """Return the number of requests whose path ends with ``path``."""
         return sum(each.startswith(f"{method} ") and each.endswith(path) for each in self.requests)
 
     def wait_for(self, method: str, path: str, times: int) -> None:
-        """Wait until there were so many requests whose path has this in it."""
+        """Wait for this number of requests whose path contains ``path``."""
         with self._arrival:
             arrived = self._arrival.wait_for(
                 lambda: sum(each.startswith(f"{method} ") and path in each for each in self.requests) >= times,
@@ -77,7 +77,7 @@ class Bucket:
         assert arrived, f"{times} requests {method} {path} did not come"
 
     def end_trouble(self) -> None:
-        """From now on all goes well; what was held gets no answer any more."""
+        """Let all further requests succeed. Held ones never get an answer."""
         self.planned.clear()
         self._release.set()
         self._release = threading.Event()
@@ -127,7 +127,7 @@ class Bucket:
 def _reset(environ: Environ) -> Iterable[bytes]:
     connection: socket.socket = environ["werkzeug.socket"]
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.shutdown(socket.SHUT_RDWR)  # who handles the request holds it open, and closes it with a reset
+    connection.shutdown(socket.SHUT_RDWR)  # the request's handler holds it open, and closes it with a reset
     raise ConnectionResetError
 
 
@@ -141,13 +141,13 @@ def _halved(environ: Environ) -> Environ:
 
 @contextmanager
 def serving() -> Iterator[Bucket]:
-    """The server while the context lasts."""
+    """Run the server in the block."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
         def log(self, type: str, message: str, *args: Any) -> None:
-            """Nothing: what went wrong was planned."""
+            """Log nothing: failures are planned."""
 
     bucket = Bucket(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, bucket, threaded=True, request_handler=Quiet)

@@ -1,4 +1,4 @@
-"""The S3 server of the tests, and a bucket in it for each."""
+"""The S3 server of the tests, with a bucket for each test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Bucket]:
-    """One server for all tests, and the environment in which S3 is this server: child processes have it as well."""
+    """Start one server for all tests, and set the environment so that child processes use it for S3 too."""
     pytest.importorskip("moto", reason="moto is the S3 server of these tests: pip install -e '.[test-zoo]'")
     pytest.importorskip("s3fs", reason="pip install 'ckptfix[s3]'")
     with serving() as server, pytest.MonkeyPatch.context() as patch:
@@ -23,7 +23,7 @@ def s3_server() -> Iterator[Bucket]:
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore tries nothing by itself, and what is tried again is ours
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore does not retry, so that all retries are ours
         for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "FSSPEC_S3_ENDPOINT_URL"):
             patch.delenv(name, raising=False)
         yield server
@@ -31,7 +31,7 @@ def s3_server() -> Iterator[Bucket]:
 
 @pytest.fixture
 def bucket(s3_server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bucket, str]]:
-    """The server without any trouble planned, and the URL of an empty bucket."""
+    """Yield the server without planned trouble, and the URL of an empty bucket."""
     import s3fs
 
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # as above
@@ -46,7 +46,7 @@ def bucket(s3_server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
 
 @pytest.fixture
 def memory() -> Iterator[str]:
-    """The URL of an empty folder in memory."""
+    """Yield the URL of an empty folder in memory."""
     import fsspec
 
     url = f"memory://zoo{next(_numbers)}"

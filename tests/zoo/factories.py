@@ -1,4 +1,4 @@
-"""Models whose making ends the process, or never ends."""
+"""Factories that kill the process or never return, and some that work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hang() -> nn.Module:
 
 
 def crash_once(marker: str) -> nn.Module:
-    """As if the memory of its neighbours were missing the first time."""
+    """Die the first time, as if other jobs had taken the memory."""
     if not Path(marker).exists():
         Path(marker).touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -29,14 +29,14 @@ def crash_once(marker: str) -> nn.Module:
 
 
 def starved(marker: str) -> nn.Module:
-    """As if there were too little memory for the model until the marker is there. On the meta device it takes none."""
+    """Die until the marker exists, as if memory were too small, except on the meta device."""
     if not torch.empty(0).is_meta and not Path(marker).exists():
         os.kill(os.getpid(), signal.SIGKILL)
     return linear()
 
 
 def exhausted() -> nn.Module:
-    """As if there were too little memory in this process."""
+    """Fail as if this process had too little memory."""
     raise MemoryError
 
 
@@ -45,7 +45,7 @@ def linear() -> nn.Module:
 
 
 def greedy() -> nn.Module:
-    """As if a model took far more memory than its file is expected to."""
+    """Take far more memory than expected for the file, and hang."""
     held = torch.ones(1100 << 20, dtype=torch.uint8, device="cpu")
     signal.pause()
     return nn.Linear(2, len(held))

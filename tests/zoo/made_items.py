@@ -1,4 +1,4 @@
-"""Small zoos, and what a listing says of them."""
+"""Writes small zoos, and lists them."""
 
 from __future__ import annotations
 

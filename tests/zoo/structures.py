@@ -1,4 +1,4 @@
-"""Names and shapes of real models, as ``structures.txt`` has them: one line for all keys of one pattern and shape."""
+"""Names and shapes of real models from ``structures.txt``, which has a line for all keys of one pattern and shape."""
 
 from itertools import product
 from pathlib import Path
@@ -7,7 +7,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def read_structures() -> dict[str, Shapes]:
-    """The models by library and name."""
+    """Return the models by library and name."""
     models: dict[str, Shapes] = {}
     name, count = "", 0
     for line in Path(__file__).with_name("structures.txt").read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""A zoo of some thirty files with every outcome, and what two migrations have in common."""
+"""Creates a zoo of some thirty files with every outcome, migrates it, and compares the results."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from ckptfix.zoo.performing import perform
 from tests.cli.programs import run_here
 
 TIMES = ("seconds", "peak_memory", "finished")
-"""The fields of a record that two runs need not have in common."""
+"""The fields of a record that may differ between two runs."""
 
 
 class Alone(Engine):
-    """An engine without processes: they take a second to start, and see nothing of what is in memory here."""
+    """An engine without processes, which take a second to start and do not see patches of this process."""
 
     def run_jobs(
         self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
     ) -> None:
-        """One after the other."""
+        """Run the jobs one after the other."""
         for job in jobs:
             on_done(perform(job, self.scratch))
 
 
 class Grouped(Alone):
-    """One whose outputs come back staged, as those of ``LocalEngine``."""
+    """The same with staged outputs, like ``LocalEngine``."""
 
     is_grouped = True
 
 
 def weights(seed: int, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
-    """A healthy state_dict."""
+    """Return a healthy state_dict."""
     generator = torch.Generator().manual_seed(seed)
     return OrderedDict(
         (f"{prefix}layers.{layer}.{name}", torch.randn(shape, generator=generator) * 0.1)
@@ -60,7 +60,7 @@ class Payload:
 
 
 def build(folder: Path, samples: Path) -> Path:
-    """Make the zoo."""
+    """Create the zoo, and return its folder."""
     for name in ("fine", "old/deep", "broken", "shards"):
         (folder / name).mkdir(parents=True)
     for number in range(4):
@@ -99,7 +99,7 @@ def build(folder: Path, samples: Path) -> Path:
 
 
 def tree(folder: Path) -> dict[str, Any]:
-    """All of a migrated zoo, but for the times in its manifest."""
+    """Return the content of a migrated zoo, without the times in its manifest."""
     found: dict[str, Any] = {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
@@ -112,13 +112,13 @@ def tree(folder: Path) -> dict[str, Any]:
 
 
 def outcomes(folder: Path) -> dict[str, str]:
-    """What became of each source."""
+    """Return the outcome of each source."""
     lines = (folder / "manifest.jsonl").read_text().splitlines()
     return {line["source"]: line["outcome"] for line in map(json.loads, lines)}
 
 
 def migrate(*words: object, script: str = "from ckptfix.cli import main; main()") -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own; ``script`` may run something else before it."""
+    """Run the command line in a process of its own; ``script`` may run something else before it."""
     return subprocess.run(
         [sys.executable, "-c", f"import sys; sys.argv[0] = 'ckptfix'\n{script}", "migrate", *map(str, words)],
         capture_output=True,
@@ -130,6 +130,6 @@ def migrate(*words: object, script: str = "from ckptfix.cli import main; main()"
 
 
 def migrate_here(*words: object) -> subprocess.CompletedProcess[str]:
-    """The command line in this process, with no others beside it."""
+    """Run the command line in this process, without workers."""
     with patch("ckptfix.zoo.engine.LocalEngine", lambda scratch, **_: Grouped(scratch)):
         return run_here("migrate", *map(str, words), cwd=Path(str(words[0])).parent)

@@ -20,13 +20,13 @@ HOW_TO_GET = "on Debian and Ubuntu: apt-get install chromium chromium-driver"
 
 
 def missing() -> str:
-    """What is not there, and how to get it; empty where all is."""
+    """Return what is missing and how to get it; empty if nothing is."""
     if not (_chromium() and shutil.which("chromedriver")):
-        return f"the page is not looked at: there is no chromium with its chromedriver; {HOW_TO_GET}"
+        return f"the page is not tested: chromium or chromedriver is missing; {HOW_TO_GET}"
     try:
-        import selenium  # noqa: F401 - only whether it is there
+        import selenium  # noqa: F401 - only to see whether it is installed
     except ImportError:
-        return "the page is not looked at: selenium is not installed; pip install -e '.[test-page]'"
+        return "the page is not tested: selenium is not installed; pip install -e '.[test-page]'"
     return ""
 
 
@@ -36,7 +36,7 @@ def _chromium() -> str | None:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Chrome]:
-    """A browser with an empty profile."""
+    """Start a browser with an empty profile."""
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service
 
@@ -61,7 +61,7 @@ def look(driver: Chrome, width: int, height: int, scheme: str = "light") -> None
 
 
 def requests(driver: Chrome) -> list[str]:
-    """The addresses that were asked for since the last call."""
+    """Return the URLs requested since the last call."""
     messages: list[Any] = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     sent = [each["params"] for each in messages if each["method"] == "Network.requestWillBeSent"]
     return [str(each["request"]["url"]) for each in sent]

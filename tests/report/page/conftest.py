@@ -1,4 +1,4 @@
-"""The browser of the tests."""
+"""The browser for the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    """Chromium; skips where there is none, unless $CKPTFIX_BROWSER says that there has to be one."""
+    """Start Chromium. Skips tests if it is missing, or fails them if $CKPTFIX_BROWSER is `required`."""
     if reason := browsers.missing():
         if os.environ.get("CKPTFIX_BROWSER") == "required":
             pytest.fail(reason)

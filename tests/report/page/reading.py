@@ -1,4 +1,4 @@
-"""Reads a page as a browser's parser would: its elements, and the data in them."""
+"""Parses a page as a browser would: its elements, and the data in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def page_text(*given: Any, **more: Any) -> str:
 
 
 class Page(HTMLParser):
-    """The elements of a page: ``tags`` with their attributes, ``data`` by id, and all texts outside of scripts."""
+    """The elements of a page: ``tags`` with their attributes, ``data`` by id, and all texts outside scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -47,21 +47,21 @@ class Page(HTMLParser):
         (self.texts if self._open is None else self._content).append(data)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the table by the names of their columns."""
+        """Return the rows of the table, by the names of the columns."""
         chunks = [self.data[f"rows-{number}"] for number in range(sum(name.startswith("rows-") for name in self.data))]
         return [dict(zip(self.data["run"]["columns"], row, strict=True)) for chunk in chunks for row in chunk]
 
     def details(self, number: int) -> dict[str, Any]:
-        """What is behind a row, with the parts that stand in earlier files."""
+        """Return the details of a row, with the fields taken from earlier files."""
         details = dict(self.data[f"file-{number}"])
         for part, earlier in details.pop("same", {}).items():
             details[part] = self.data[f"file-{earlier}"][part]
         return details
 
     def visible_tags(self) -> list[str]:
-        """All elements but those of the data, in order."""
+        """Return all elements except those of the data, in order."""
         return [tag for tag, attributes in self.tags if attributes.get("type") != "application/json"]
 
     def contents(self, tag: str) -> list[dict[str, str | None]]:
-        """The attributes of all elements of a tag."""
+        """Return the attributes of all elements with this tag."""
         return [attributes for name, attributes in self.tags if name == tag]

@@ -1,4 +1,4 @@
-"""Records of a small migration with all outcomes, and names that would like to be markup."""
+"""Records of a small migration with all outcomes, and names that look like markup."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RENAMES = [{"edit": "rename", "key": key, "to": key.removeprefix("module.")} for
 
 
 def record(source: str, outcome: str = "already fine", **rest: Any) -> dict[str, Any]:
-    """A line of a manifest."""
+    """Return a line of a manifest."""
     facts = {
         "version": 1,
         "source": source,
@@ -76,7 +76,7 @@ def record(source: str, outcome: str = "already fine", **rest: Any) -> dict[str,
 
 
 def repaired(source: str, **rest: Any) -> dict[str, Any]:
-    """The record of a file whose keys lost a prefix."""
+    """Return the record of a file with a removed prefix."""
     parameters = {"parameters": 64, "parameters_from_file": 64, "buffers": 0, "buffers_from_file": 0, "filled": {}}
     facts = {
         "findings": [PREFIX],
@@ -96,13 +96,13 @@ def repaired(source: str, **rest: Any) -> dict[str, Any]:
 
 
 def undecided(source: str) -> dict[str, Any]:
-    """The record of a file with NaN."""
+    """Return the record of a file with NaN."""
     command = f"ckptfix repair {source} --replace VAL101 --fill twin"
     return record(source, "needs a decision", findings=[PREFIX, NAN], command=command)
 
 
 def unreadable(source: str) -> dict[str, Any]:
-    """The record of a file that is cut short."""
+    """Return the record of a truncated file."""
     nothing = {"format": None, "tensors": None, "numel": None}
     return record(source, "unreadable", error=f"{source}: the file ends after 1.2 MB of 97.8 MB", **nothing)
 
@@ -110,7 +110,7 @@ def unreadable(source: str) -> dict[str, Any]:
 def weights(
     source: str, count: int = 4, flagged: Mapping[int, list[str]] | None = None, seed: int = 1, nonfinite: int = 3
 ) -> dict[str, Any]:
-    """A line of weights.jsonl."""
+    """Return a line of weights.jsonl."""
     flagged = flagged or {}
     chance = random.Random(seed)
     layers = []
@@ -136,7 +136,7 @@ def weights(
 
 
 def zoo() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The records and the weights of a migration with all outcomes."""
+    """Return the records and the weights of a migration with all outcomes."""
     records = [
         *(repaired(f"2019/resnet/resnet{depth}.pth") for depth in (18, 34, 50, 101)),
         *(record(f"2021/vit/vit{size}.pth") for size in "bls"),

@@ -1,7 +1,6 @@
-"""Photographs the report of a real migration for the documentation: `make screenshot`.
+"""Takes screenshots of the report of a real migration for the documentation: `make screenshot`.
 
-The old zoo is made of the project's sample checkpoints: some as they are, some trained for a moment longer, some
-broken.
+The zoo consists of the project's sample checkpoints: some unchanged, some trained a little longer, some broken.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ model = "sample_checkpoints.models:resnet_bottleneck"
 
 
 def main(picture: Path) -> None:
-    """Make the zoo, migrate it, and photograph the overview and the page of one file."""
+    """Create the zoo, migrate it, and take screenshots of the overview and of the page of one file."""
     if reason := missing():
         sys.exit(reason)
     with tempfile.TemporaryDirectory() as name:
@@ -58,7 +57,7 @@ def main(picture: Path) -> None:
 
 
 def make_zoo(zoo: Path) -> None:
-    """A few years of a lab."""
+    """Write a zoo like that of a lab after a few years."""
     samples = ROOT / "sample_checkpoints"
     for place in (
         "2018_classifiers/before_num_batches_tracked.pth",
@@ -89,7 +88,7 @@ def make_zoo(zoo: Path) -> None:
 
 
 def write(file: Path, content: bytes) -> None:
-    """A file in folders that may not be there yet."""
+    """Write a file, creating its folders."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content)
 
