@@ -186,7 +186,7 @@ class Adapter(Struct, frozen=True):
     @property
     def kind(self) -> str:
         """The type in the configuration, in capitals; LORA if it has none."""
-        return str(self.config.get("peft_type", "LORA")).upper()
+        return str(self.config.get("peft_type") or self.config.get("swift_type") or "LORA").upper()
 
     @property
     def label(self) -> str:
@@ -288,7 +288,8 @@ class Adapter(Struct, frozen=True):
         else:
             raise AdapterError(
                 f"{self.path or self.checkpoint.path}: lora_alpha, which scales the change, is unknown; put the "
-                f"adapter's {CONFIG} next to it, or name it with ",
+                f"adapter's {CONFIG} next to it (DiffSynth-Studio saves none: write one with r and the same lora_alpha)"
+                ", or name it with ",
                 Opt("adapter", CONFIG),
             )
         alpha, rank = _number("lora_alpha", alpha), self.rank(layer)
@@ -306,8 +307,9 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
         adapter = adapter_in(open_file(path), path, config_beside(path))
     _refuse(adapter, path)
     if not adapter.layers:
+        source = path if adapter.path else base.path
         raise AdapterError(
-            f"{path}: holds no layers of an adapter; give the folder or file that peft or a trainer saved"
+            f"{source}: holds no layers of an adapter; give the folder or file that peft or a trainer saved"
         )
     check_alone(adapter)
     return replace(adapter, weight=weight)

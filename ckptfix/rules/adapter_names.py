@@ -12,7 +12,7 @@ from typing import Any
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.finding import counted
 from ckptfix.errors import AdapterError, Opt
-from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, model_config
+from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, adapter_in, model_config
 from ckptfix.rules.quantised_layers import MULTIPLIED, beside_codes, wanted_layers
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
@@ -136,8 +136,8 @@ class BaseNames:
             if lacking := sorted(modules - own) if modules & own else []:
                 raise AdapterError(
                     f"{self.adapter.path}: its configuration names {leaf} in {len(modules)} layers and the adapter has "
-                    f"{len(modules & own)} of them, not {lacking[0]}: fetch it again, or list its layers one by one "
-                    f"in target_modules in {CONFIG}"
+                    f"{len(modules & own)} of them, not {lacking[0]}: give the base that it was trained on, fetch it "
+                    f"again, or list its layers one by one in target_modules in {CONFIG}"
                 )
         saved = {self.renamed(key) for key in self.adapter.saved}
         for key in self.checkpoint.specs:
@@ -169,6 +169,8 @@ class BaseNames:
             if packed := beside_codes(module, self.checkpoint.entries):
                 has = packed.removeprefix(f"{module}.")
                 return quantised(self.checkpoint, f"{module} is quantised (it has {has} and no weight)")
+        if self.adapter.path and not self.found and adapter_in(self.checkpoint).layers:
+            return AdapterError(f"{base}: is an adapter and not a model; give the base that {path} was trained on{own}")
         is_tied = all(map(self._may_be_tied, lacking)) and any(map(is_of_words, self.checkpoint.specs))
         if "model_type" in model_config(self.checkpoint) and not is_tied:
             folder = Path(base) if Path(base).is_dir() else Path(base).parent

@@ -118,7 +118,8 @@ def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:
             other, number = next(iter(merge.resized.items()))
             raise AdapterError(
                 f"{merge.deltas[other][0].adapter}: has {other} for a vocabulary of {number}, and {key} of the base "
-                f"has {spec.shape[0]}: save the adapter with both (save_embedding_layers=True in peft)"
+                f"has {spec.shape[0]}: give the base with that vocabulary, or save the adapter with both "
+                "(save_embedding_layers=True in peft)"
             )
 
 
@@ -598,6 +599,8 @@ def _whole(
                 raise _by_its_library(adapter, f"has {stored}, which ckptfix does not know")
             raise _of_other_base(adapter, f"has {stored}, which {checkpoint.path} lacks")
         merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
+    elif "float" in value.dtype and "float" not in spec.dtype:
+        raise quantised(checkpoint, f"{key} is stored as {spec.dtype}, so it is quantised")
     elif ("float" in spec.dtype) != ("float" in value.dtype):
         raise _of_other_base(adapter, f"has {key} as {value.dtype} and the base as {spec.dtype}")
     elif spec.shape != value.shape and not (is_of_words(key) and spec.shape[1:] == value.shape[1:]):

@@ -57,6 +57,7 @@ def test_a_number_that_is_none_is_refused(name, value, tmp_path):
         pytest.param(lambda base: base.pop("q.weight"), "lacks 1 of the adapter's 2 layers, such as q", id="name"),
         pytest.param(lambda base: base.update({"q.weight": torch.ones(33, 31)}), "do not fit q.weight", id="shape"),
         pytest.param(lambda base: base.update({"q.weight": torch.ones(33, 32).char()}), "quantised", id="int8"),
+        pytest.param(lambda base: base.update({"head.weight": torch.ones(5, 32).char()}), "quantised", id="head"),
         pytest.param(lambda base: base.update({"q.qweight": base.pop("q.weight")}), "it has qweight", id="GPTQ"),
         pytest.param(lambda base: base.update({"q.W_q": base.pop("q.weight")}), "it has W_q", id="HQQ"),
         pytest.param(lambda base: base.update({"q.weight._data": base.pop("q.weight")}), "it has weight", id="Quanto"),
@@ -67,7 +68,7 @@ def test_a_number_that_is_none_is_refused(name, value, tmp_path):
     ],
 )
 def test_another_base_is_refused(change, says, tmp_path):
-    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    adapter = trained(LORA(r=4, target_modules=LINEAR, modules_to_save=["head"]), tmp_path / "adapter")
     base = dict(net().state_dict())
     change(base)
     with pytest.raises(AdapterError, match=says):
@@ -220,6 +221,10 @@ def test_what_to_do_about_a_base_that_lacks_layers(tmp_path):
     with pytest.raises(AdapterError, match="contains an unmerged adapter and its base") as caught:
         ckptfix.repair_state_dict(whole, adapter=adapter)
     assert str(adapter / "adapter_config.json") in str(caught.value)
+    with pytest.raises(AdapterError, match=r"is an adapter and not a model; give the base that .*adapter was trained"):
+        ckptfix.repair(adapter, adapter=adapter, output=tmp_path / "out.safetensors")
+    with pytest.raises(AdapterError, match="state_dict: holds no layers of an adapter"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter / "adapter_config.json")
     base = tmp_path / "base.safetensors"
     save_file({"head.weight": torch.ones(5, 32)}, base)
     changed_config(adapter, base_model_name_or_path=str(base))

@@ -273,7 +273,7 @@ def test_a_vocabulary_that_only_one_side_has_is_refused(tmp_path):
     config = LORA(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     adapter = trained(config, tmp_path / "adapter", make=make)
     base = with_words(20, is_tied=False)().state_dict()
-    with pytest.raises(AdapterError, match=r"for a vocabulary of 24, and lm_head\.weight of the base has 20: save"):
+    with pytest.raises(AdapterError, match=r"vocabulary of 24, and lm_head\.weight of the base has 20: give the base"):
         ckptfix.repair_state_dict(base, adapter=adapter)
     save_file({key: value for key, value in base.items() if "head" not in key}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
@@ -417,6 +417,7 @@ def test_a_factor_that_only_the_configuration_has_is_not_guessed(make, tmp_path)
             [f"base_model.model.fc.lora_{name}" for name in "ABE"], {"peft_type": "ADALORA"}, "ADALORA", id="AdaLoRA"
         ),
         pytest.param(["base_model.model.fc.new_matrix"], {"peft_type": "NEW"}, "NEW", id="a type that is unknown"),
+        pytest.param(["base_model.model.fc.new_matrix"], {"swift_type": "ADAPTER"}, "ADAPTER", id="a type of ms-swift"),
         pytest.param(["model.road_head.weight", "hra_u"], None, "", id="a model's road"),
         *(pytest.param(keys, None, kind, id=f"{kind} without its configuration") for kind, keys in BARE.items()),
     ],
