@@ -15,7 +15,7 @@ from itertools import islice
 from ckptfix.bytes.checksums import is_sound
 from ckptfix.comparison.difference import Difference, Pair, Side, Texts, Ties
 from ckptfix.comparison.gap import EXACT, Tolerance, measure_gap, row_major_elements
-from ckptfix.core.checkpoint import Checkpoint, ContainerPath, path_name
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, ContainerPath, path_name
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.metadata import rename_metadata
@@ -26,6 +26,7 @@ from ckptfix.core.spec import TensorSpec, TypedShape, ties
 from ckptfix.errors import UsageError
 from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.reading.pickles.arrays import NumpyArray
+from ckptfix.reading.weights.prefixed_sets import narrowed
 from ckptfix.report.inspection import children, describe
 from ckptfix.values.walk import OVERLAP
 
@@ -101,17 +102,19 @@ def diff(
     if not (atol >= 0 and rtol >= 0 and atol < float("inf") and rtol < float("inf")):
         raise UsageError(f"the tolerances are {atol:g} and {rtol:g}; give finite numbers of at least 0")
     first, second = _opened(a, weights, salvage), _opened(b, other_weights or weights, salvage)
-    return compare(first, second, values=values, tolerance=Tolerance(atol, rtol))
+    is_one_source = a is b or (first.path == second.path and first.format != IN_MEMORY)
+    return compare(first, second, values, Tolerance(atol, rtol), is_one_source)
 
 
 def _opened(source: Source, weights: str | None, salvage: bool) -> Checkpoint:
     if isinstance(source, (str, os.PathLike)):
         return open_file(os.fspath(source), weights, salvage=salvage)
-    return open_source(source, Settings(weights=weights))
+    return narrowed(open_source(source, Settings(weights=weights)))
 
 
-def compare(a: Checkpoint, b: Checkpoint, *, values: bool = True, tolerance: Tolerance = EXACT) -> Difference:
-    """Compare two open checkpoints; the arguments are those of ``diff``."""
+def compare(a: Checkpoint, b: Checkpoint, values: bool, tolerance: Tolerance, is_one_source: bool) -> Difference:
+    """Compare two open checkpoints. ``is_one_source``: they are two sets of weights of one file, each outside the
+    other, so that only the sets are compared. Other arguments are those of ``diff``."""
     pairs = [Pair(key, spec, b.specs[key]) for key, spec in a.specs.items() if key in b.specs]
     only_a = {key: spec for key, spec in a.specs.items() if key not in b.specs}
     only_b = {key: spec for key, spec in b.specs.items() if key not in a.specs}
@@ -135,7 +138,7 @@ def compare(a: Checkpoint, b: Checkpoint, *, values: bool = True, tolerance: Tol
         ties_b=ties_b,
         entries=compare_entries(a, b, values),
         metadata=compare_metadata(a, b, renamed),
-        extras=compare_extras(a, b, values, tolerance),
+        extras={} if is_one_source else compare_extras(a, b, values, tolerance),
         equal=sum(gap.is_equal and pair.a.dtype == pair.b.dtype for pair, gap in gaps),
         cast=sum(gap.is_equal and pair.a.dtype != pair.b.dtype for pair, gap in gaps),
         close=sum(gap.is_close for _, gap in gaps),
@@ -176,10 +179,8 @@ _TOO_DEEP = "nested too deep to compare"
 Text = tuple[str | None, str | None]
 
 
-def compare_extras(a: Checkpoint, b: Checkpoint, read_values: bool, tolerance: Tolerance = EXACT) -> Texts:
+def compare_extras(a: Checkpoint, b: Checkpoint, read_values: bool, tolerance: Tolerance) -> Texts:
     """Return what differs outside the two state_dicts, by place, including the texts in a safetensors header."""
-    if a.path == b.path:
-        return {}  # two sets of weights in one file, each outside the other
     beside = [_without(side.root, side.container) for side in (a, b)]
     notes = [{mark.place: mark.data["text"] for mark in side.remarked(Kind.NOTE)} for side in (a, b)]
     for texts in notes:

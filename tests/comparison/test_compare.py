@@ -180,6 +180,35 @@ def test_a_state_dict_is_compared_as_its_file_is(tmp_path: Path):
         ckptfix.diff(state, model())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_saved", [True, False], ids=["in files", "in memory"])
+def test_what_is_outside_the_state_dicts_is_compared(tmp_path: Path, is_saved: bool):
+    sides: list[Any] = [{"model": model().state_dict(), "epoch": epoch} for epoch in (1, 2)]
+    if is_saved:
+        sides = [saved(tmp_path, f"{epoch}.pth", side) for epoch, side in enumerate(sides)]
+    assert ckptfix.diff(*sides).extras == {"epoch": ("1", "2")}
+    assert ckptfix.diff(sides[0], sides[0]).is_empty
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["in files", "in memory"])
+def test_weights_selects_one_of_two_sets_by_its_prefix(tmp_path: Path, is_saved: bool):
+    state = {
+        f"{front}.{key}": tensor for front in ("student", "teacher") for key, tensor in model().state_dict().items()
+    }
+    sides: list[Any] = [state, state | {"student.4.bias": state["student.4.bias"] + 1}]
+    if is_saved:
+        sides = [saved(tmp_path, f"{at}.pth", side) for at, side in enumerate(sides)]
+    assert ckptfix.diff(*sides, weights="teacher").is_empty
+    (pair, _) = ckptfix.diff(*sides, weights="student").values[0]
+    assert pair.key == "4.bias"
+
+
+def test_the_ema_and_the_raw_weights_of_one_container_in_memory():
+    container = {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}, "epoch": 1}
+    difference = ckptfix.diff(container, container, weights="model", other_weights="ema")
+    assert [pair.key for pair, _ in difference.values] == ["w"]
+    assert not difference.extras
+
+
 def test_the_ema_and_the_raw_weights_of_one_file(tmp_path: Path):
     path = saved(tmp_path, "a.pth", {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}})
     difference = ckptfix.diff(path, path, weights="model", other_weights="ema")
