@@ -258,11 +258,7 @@ def by_number(keys: Iterable[str]) -> list[str]:
 
 def bag(path: Iterable[str]) -> Counter[str]:
     """Count the concepts in a path."""
-    found: Counter[str] = Counter()
-    for segment in path:
-        for concept in concepts(segment):
-            found[concept] += 1
-    return found
+    return Counter(concept for segment in path for concept in concepts(segment))
 
 
 def weights(bags: Sequence[Counter[str]], others: Sequence[Counter[str]]) -> dict[str, float]:
