@@ -3,7 +3,7 @@
 From an ``Optimizer`` and a ``Layout``, parameters in the order of ``named_parameters()``, it makes a ``Naming`` for
 each way to name the positions: by the file itself (``param_names``, or names instead of numbers), or by a recipe
 (``maps.recipes``), the way in which a trainer puts parameters into groups. A recipe fits if the sizes of the groups and
-the shapes of the moments do. ``rules.evidence`` chooses the orders to try."""
+the shapes of the moments do. ``rules.position_names`` chooses the orders to try."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Fourth of five steps for an optimizer: how its state follows the plan's edits.
 
-Takes an ``Optimizer``, the ``Change`` of the parameters, and the names that ``evidence`` found for its positions.
+Takes an ``Optimizer``, the ``Change`` of the parameters, and the names that ``position_names`` found for its positions.
 Returns ``Followed``: the groups of the result, the source of each parameter's state, and the ``edits`` that
 ``engine.optimizers`` carries out. Nothing is guessed: a state that cannot be carried exactly starts anew, as for a new
 parameter."""
@@ -23,18 +23,18 @@ from ckptfix.core.wrappers import bare
 from ckptfix.maps.optimizer_states import BLOCKWISE, SCALARS, Optimizer, beginning, logical_shape, values_in
 from ckptfix.maps.positions import NAMED, Naming, named_by_itself, stored_names
 from ckptfix.maps.recipes import ORDERS_BY_NAME, Layout, Order, Recipe, number_of
-from ckptfix.rules.evidence import (
+from ckptfix.rules.origins import Change
+from ckptfix.rules.position_names import (
     ORDERS,
     OptimizerScope,
     are_listed_anew,
-    as_live,
+    by_live_groups,
     by_recipe,
-    counted,
-    inside,
     known_recipes,
-    widths,
+    module_of,
+    narrow_and_wide,
+    tied_as_one,
 )
-from ckptfix.rules.origins import Change
 
 STEP = "step"  # the step count in a row, a tensor of one element since torch 1.12
 
@@ -120,24 +120,24 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     agree."""
     if optimizer.is_joint and change.touches:
         return []
-    change = counted(optimizer, change)
+    change = tied_as_one(optimizer, change)
     found: dict[Hashable, Followed] = {}
     certain = named_by_itself(optimizer, change.before)
     for naming in certain:
         if len(certain) > 1 and any(cold.issuperset(naming.names.values()) for cold in change.cold):
             continue
-        made = _as_named(optimizer, naming, change, inside(optimizer, naming) if len(certain) > 1 else "")
+        made = _as_named(optimizer, naming, change, module_of(optimizer, naming) if len(certain) > 1 else "")
         if made is None:
             return []
         found.setdefault(made.outcome, made)
     if found:
         return list(found.values())
-    for own in as_live(optimizer, change):
+    for own in by_live_groups(optimizer, change):
         if (made := follow(optimizer, own, change, OptimizerScope(Layout({}), lambda key: True))) is not None:
             found.setdefault(made.outcome, made)
     if found:
         return list(found.values())
-    for one in widths(change):
+    for one in narrow_and_wide(change):
         for scope, naming in by_recipe(optimizer, one):
             made = follow(optimizer, naming, one, scope)
             if made is None:
@@ -151,10 +151,10 @@ def rivals(optimizer: Optimizer, change: Change, way: Followed) -> list[str]:
     certain."""
     if way.naming.is_certain:
         return []
-    change = counted(optimizer, change)
+    change = tied_as_one(optimizer, change)
     read = (
         (naming, follow(optimizer, naming, one, scope))
-        for one in widths(change)
+        for one in narrow_and_wide(change)
         for scope, naming in by_recipe(optimizer, one, True)
     )
     return list(dict.fromkeys(naming.source for naming, made in read if made is None or made.outcome != way.outcome))

@@ -69,10 +69,10 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_in
 from ckptfix.maps.positions import Naming, named_by_itself
-from ckptfix.rules.evidence import is_listed_anew, readings
 from ckptfix.rules.following import Followed, rivals, ways
 from ckptfix.rules.origins import NEW, Change
 from ckptfix.rules.owners import with_owners
+from ckptfix.rules.position_names import is_listed_anew, readings
 from ckptfix.rules.rule import Context, Rule
 
 DROP = Remedy.of("drops it: training continues from the weights with new moments", drop_optimizer=True)
@@ -83,8 +83,9 @@ KEEP = Remedy.of("keeps it as it is", keep_optimizer=True)
 def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     """Update the optimizers to match the edits, or report which one cannot follow.
 
-    The last of five steps: ``optimizer_states`` reads the state, ``origins`` finds what the plan changes, ``evidence``
-    the name of each position, and ``following`` what becomes of the state; this makes the finding."""
+    The last of five steps: ``optimizer_states`` reads the state, ``origins`` finds what the plan changes,
+    ``position_names`` the name of each position, and ``following`` what becomes of the state; this makes the
+    finding."""
     optimizers = list(optimizers_in(context.checkpoint.root))
     if context.settings.drop_optimizer:
         yield from _left_out(rule, optimizers)

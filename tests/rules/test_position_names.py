@@ -1,4 +1,4 @@
-"""Evidence: which names the positions of a saved optimizer may have."""
+"""Which names the positions of a saved optimizer may have."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Takes an ``Optimizer`` and the ``Change`` of the parameters, and returns the ``Naming``s that fit, each with its
 ``OptimizerScope``: the parameters that such an optimizer has. Names in the file come first (``named_by_itself``), then
-the groups of a live optimizer (``as_live``), then the recipes (``by_recipe``). The next step is ``following``."""
+the groups of a live optimizer (``by_live_groups``), then recipes (``by_recipe``). The next step is ``following``."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def _in_part(name: str, is_inside: bool) -> Callable[[str], bool]:
     return lambda key: (bare(key).partition(".")[0] == name) is is_inside
 
 
-def counted(optimizer: Optimizer, change: Change) -> Change:
+def tied_as_one(optimizer: Optimizer, change: Change) -> Change:
     """Return the change with tied copies counted as one parameter if the optimizer has as many as the result."""
     is_tied = bool(change.aliases) and len(optimizer.ids) == len(change.result)
     return replace(change, is_tied=True) if is_tied else change
 
 
-def widths(change: Change) -> list[Change]:
+def narrow_and_wide(change: Change) -> list[Change]:
     """Return the change, and the one that also counts tensors named like buffers as parameters if that differs."""
     wide = replace(change, is_wide=True)
     return [change, wide] if wide.parameters.keys() != change.parameters.keys() else [change]
@@ -167,14 +167,14 @@ def readings(optimizer: Optimizer, change: Change) -> list[Naming]:
     return named_by_itself(optimizer, change.before) or [naming for _, naming in by_recipe(optimizer, change)]
 
 
-def inside(optimizer: Optimizer, naming: Naming) -> str:
+def module_of(optimizer: Optimizer, naming: Naming) -> str:
     """Return, in words, the module to which the names in an optimizer's state are relative."""
     number, key = next(iter(naming.names.items()))
     prefix = bare(key).removesuffix(bare((stored_names(optimizer) or {})[number]))
     return f"of {prefix[:-1]}" if prefix else "of the whole model"
 
 
-def as_live(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
+def by_live_groups(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
     """Yield the names given by the groups of the live optimizer that is to load the state.
 
     If the model's order differs from the file's, a group may have been in the file's order."""
