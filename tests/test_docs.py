@@ -44,6 +44,11 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
+def test_an_item_of_a_list_begins_its_line():
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES} | {rule.code: rule.manual for rule in RULES}
+    assert [name for name, text in texts.items() if re.search(r"[.;:,] - [\w`]", text)] == []
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
         for link in LINK.findall(page.read_text(encoding="utf-8")):
