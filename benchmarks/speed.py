@@ -148,9 +148,9 @@ def adapters(folder: Path, size: int) -> Iterator[Section]:
 
 
 def ranks(folder: Path, size: int) -> Iterator[Section]:
-    """Measure merging ZeRO's ranks into one file, a sixteenth of the size, and checking and merging many ranks with
+    """Measure merging ZeRO's ranks into one file, a quarter of the size, and checking and merging many ranks with
     many tensors. DeepSpeed is the installed one, or that of the Python in ``CKPTFIX_DEEPSPEED``."""
-    out, nbytes = folder / "out", size // 16
+    out, nbytes = folder / "out", size // 4
     source = make_file(folder / "whole.safetensors", shapes(nbytes))
     deepspeed = os.environ.get("CKPTFIX_DEEPSPEED") or (sys.executable if find_spec("deepspeed") else None)
     for stage in (2, 3):
