@@ -236,7 +236,7 @@ def perform(job: Job, scratch: Path) -> Done:
         done = replace(failed(job, reason), is_exhausted=True)
     except Exception as error:  # noqa: BLE001 - the outermost frame of a job: a bug of ours must not stop the others
         done = failed(job, f"this is a bug of ckptfix, please report it: {type(error).__name__}: {error}")
-    if done.record.output_size is None:
+    if not done.staged:
         area.clear()
     seconds = round(time.perf_counter() - began, 4)
     return replace(done, record=replace(done.record, seconds=seconds, peak_memory=peak.nbytes()))
@@ -265,7 +265,6 @@ def _perform(job: Job, area: Workplace) -> Done:
                     raise CkptfixError(f"{entry.name}: changed while it was read; run the same command again")
     if done.staged and not job.is_grouped:
         deliver_staged(done.staged, destination)
-        area.clear()
         done = replace(done, staged=())
     return done
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 import ckptfix
@@ -83,6 +84,20 @@ def test_a_changing_source_is_not_written_down_as_what_it_was(tmp_path, monkeypa
     assert (record.outcome, record.output) == (Outcome.FAILED, None)
     assert "changed while it was read" in str(record.error)
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_verified_file_at_a_url_leaves_no_copies(memory, tmp_path):
+    torch.save(weights(1), tmp_path / "a.pth")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    source = open_place(f"{memory}/old")
+    source.put(tmp_path / "a.pth", "deep/a.pth")
+    plan = MigrationPlan(list_zoo(source), {}, Table(), f"{memory}/old", f"{memory}/new")
+    (job,) = plan.todo(None, lambda name: None, lambda item, known: None)
+    first = perform(job, scratch)
+    again = perform(replace(job, known=first.record), scratch)
+    assert (first.record.outcome, again.is_known) == (Outcome.FINE, True)
+    assert list(scratch.iterdir()) == []
 
 
 def test_a_bug_of_ours_ends_one_job(tmp_path, monkeypatch):
