@@ -2,7 +2,7 @@
 
 ## What it finds
 `ckptfix migrate` hashes every file. If a name has `-` and 8 or more hex digits before the suffix, as in torch.hub,
-torchvision and timm, these should be the first digits of the content's sha256. The finding is that they are not.
+torchvision and timm, these should be the first digits of the content's sha256. It is a finding if they are not.
 Numbers (dates, steps), words, and 32 or 40 digits (md5, uuids, commits) are ignored.
 
 `check` and `repair` skip this, because it takes a pass over the whole file; use `sha256sum FILE` instead.

@@ -1,10 +1,10 @@
 """FIL202 zero-run: a long run of zeros inside a tensor that is dense elsewhere.
 
 ## What it finds
-A run of at least 512 zero bytes (a disk sector) in a floating-point matrix with hardly one zero in a hundred elsewhere.
-It is a warning if it begins and ends on sector boundaries of the file, possibly in neighbouring tensors, or if it is
-whole sectors long in a file with checksums, which was saved with the hole; else a note. Runs of whole rows (padding of
-a vocabulary, pruned channels) are not reported, unless they are file blocks of several rows.
+A run of at least 512 zero bytes (a disk sector) in a floating-point matrix with at most 1 % zeros elsewhere. It is a
+warning if it begins and ends on sector boundaries of the file, possibly in neighbouring tensors, or if it is whole
+sectors long in a file with checksums, which was saved with the hole; else a note. Runs of whole rows (padding of a
+vocabulary, pruned channels) are not reported, unless they are file blocks of several rows.
 
 ## Why it matters
 Files of torch before 1.6, and safetensors, have no checksum. A block that a disk lost or a download skipped reads as

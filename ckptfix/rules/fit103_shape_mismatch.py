@@ -21,9 +21,9 @@ not trained, so fine-tune the model. The message names the recipes that fit, tha
   config.json next to `--like`, or else from the tokens in the file. The file's grid comes from its own config.json, or
   is assumed to be square, or given by hand: `pos_embed=timm:12x24` (`pos_embed=timm:12x24:24x48` with the model's, for
   `--like`). There is no recipe for patches of several frames (ViViT).
-- `pos_embed=linear` or `cut` stretches or cuts the positions of texts, rows or columns, and frames; of 514, as in
-  RoBERTa, the first two rows stay. A table of sinusoids is not stretched: if the model has a longer one that begins
-  with the same rows, that one is taken, which is safe.
+- `pos_embed=linear` or `cut` stretches or cuts the positions of texts, rows or columns, and frames; in a table of 514
+  rows, as in RoBERTa, the first two stay. A table of sinusoids is not stretched: if the model has a longer one that
+  begins with the same rows, that one is taken, which is safe.
 - `window_bias=swin`, `beit` or `bilinear` resamples tables of relative positions; their index tables are taken from the
   model. For windows over time, `swin` repeats the image table. `window_bias=levit` is for `attention_biases` (TinyViT,
   LeViT).
@@ -32,8 +32,8 @@ not trained, so fine-tune the model. The message names the recipes that fit, tha
 - `vocab=cut`, `pad:mean`, `pad:zeros` or `pad:target` changes embeddings, output layers and their biases together.
 - `inflate=mean` or `centre` turns image convolutions into video convolutions.
 
-`pos_embed@visual.*=timm` applies only to keys that match the pattern, and says what they are if their names do not.
-Impossible grids and recipes that do not fit are refused.
+`pos_embed@visual.*=timm` applies only to keys that match the pattern, which then count as position embeddings whatever
+their names. Impossible grids and recipes that do not fit are refused.
 
 `--drop-mismatched` drops the other keys, and `--fill target` or `--fill FILE` replaces them; the report lists these
 with their numel. The message says if the shapes are those of a matrix and its transpose. If the axes of all such

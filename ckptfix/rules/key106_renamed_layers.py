@@ -8,7 +8,7 @@ keys to the target's comes from the first of these that explains the file:
 - the loader of the model's own library, for a model of transformers, diffusers, timm or open_clip. It runs on tensors
   without values that track their elements, so a file from an older release, or from the model's authors, is converted
   exactly as the library would (stacked experts, fused layers, permutations for rotary embeddings). These keys are
-  `certain`. `ckptfix map MODEL FILE` gives the way back;
+  `certain`. `ckptfix map MODEL FILE` gives the reverse map;
 - a map that ships with ckptfix, if it explains each key of the target and each of the file, or those below a prefix;
 - names that are the target's with underscores or slashes for the dots, which are `certain`;
 - the two trees of modules: the largest subtrees with the same shapes first, one decision for each repeated template,

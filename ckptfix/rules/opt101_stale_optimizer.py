@@ -22,8 +22,8 @@ and is dropped with them. These parameters start without a state, and are listed
 - a few layers that KEY106 renamed only by shape, to entirely different names. Use `--rename OLD=NEW` or
   `--rename-layers` to say that they are the same layers.
 
-Safe if the file has the names: `param_names` (torch 2.6, an optimizer made of `named_parameters()`), or names in the
-place of numbers (FSDP, `torch.distributed.checkpoint`).
+Safe if the file has the names: `param_names` (torch 2.6, an optimizer made of `named_parameters()`), or names instead
+of numbers (FSDP, `torch.distributed.checkpoint`).
 
 Unsafe if the names follow from a recipe, the way in which a trainer orders parameters: plain, Hugging Face Trainer,
 timm, layer-wise decay, ultralytics, detectron2, DETR, minGPT, Muon for the matrices and Adam for the rest (as two

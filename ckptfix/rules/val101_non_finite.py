@@ -5,7 +5,7 @@ Every tensor with a NaN, and every parameter or running statistic with an infini
 first such value, and the affected channels (indices of the first dimension). One value is enough.
 
 Infinities are not reported in attention masks, in quantization observers without data, as a best result so far or an
-unused bound, and below zero in tables of scores or transitions. With a model, that means any buffer except running
+unused bound, nor is -Inf in tables of scores or transitions. With a model, that means any buffer except running
 statistics; without one, the name decides. A buffer that is NaN throughout in the file and in a fresh model is not
 reported either.
 

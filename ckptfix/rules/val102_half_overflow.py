@@ -9,8 +9,8 @@ cast. For T5, transformers loads `wo` as float32 even in float16; it is cast any
 as it is, and the note says so.
 
 ## Why it matters
-float16 ends at 65504 and at 3e-8, float8_e4m3fn at 448 and 1e-3. One infinite weight makes every output NaN, and a
-matrix of zeros passes nothing on.
+The range of float16 is 3e-8 to 65504, that of float8_e4m3fn 1e-3 to 448. One infinite weight makes every output NaN,
+and a matrix of zeros passes nothing on.
 
 ## Fix safety
 The cast happens because `--dtype` asks for it. A wider dtype is safe, a narrower one rounds every value. Tensors that

@@ -43,8 +43,9 @@ replaces them. Light decay (AdamW, short runs) does not show in the weights, and
 the start, which agrees.
 
 ## Sources
-torch/nn/init.py and torch/nn/modules/linear.py (the default start), https://arxiv.org/abs/1706.05350 (weight decay and
-normalisation), https://github.com/deepinsight/insightface/issues/277 (tiny filters by themselves are not a defect)"""
+torch/nn/init.py and torch/nn/modules/linear.py (the default initialisation), https://arxiv.org/abs/1706.05350 (weight
+decay and normalisation), https://github.com/deepinsight/insightface/issues/277 (tiny filters by themselves are not a
+defect)"""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ weight matrix, else a note. float16 is not reported: its subnormals begin at 6e-
 
 ## Why it matters
 Processors may handle each subnormal number in microcode, which slows a forward pass on a CPU: by a factor of 1.0 to
-1.24 measured on recent machines, several times on old ones. Such values remain of decayed weights; their effect on an
-output cannot be measured.
+1.24 measured on recent machines, several times on old ones. Such values are what decay leaves of weights; their effect
+on an output cannot be measured.
 
 ## Fix safety
 Unsafe, because it changes values: `--flush-subnormals` sets them to zero and leaves all others unchanged, like

@@ -1,7 +1,7 @@
 """VAL205 constant: a weight matrix in which every value is the same.
 
 ## What it finds
-Floating matrices and kernels of 64 elements or more, named `weight` (of an LSTM or GRU too), in which every value is
+Float matrices and kernels of 64 elements or more, named `weight` (of an LSTM or GRU too), in which every value is
 the same non-zero number. Not reported if the model initialises the layer like that, and without a model for 1 (norms
 over several dimensions), for the mean over the inputs (`1/fan_in`, `1/kernel size`: fixed blur and average kernels),
 and for norms by name.

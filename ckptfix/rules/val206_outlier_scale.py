@@ -17,7 +17,7 @@ Unsafe: `--replace VAL206` with `--fill FILE`, `twin` or `target` replaces the v
 `layers.7.mlp.up_proj.weight`: RMS 41, while its kind has 0.02.
 
 ## Sources
-torch/nn/init.py and torch/nn/modules/linear.py (the default start)"""
+torch/nn/init.py and torch/nn/modules/linear.py (the default initialisation)"""
 
 from __future__ import annotations
 
