@@ -139,6 +139,7 @@ INT8, FOUR_BITS, BLOCKS = "bitsandbytes int8", "bitsandbytes 4-bit", "scaled cod
 # Each byte holds two 4-bit numbers, the low half first; each 16 bytes of a row share a scale, a power of two. The
 # matrices of experts may be transposed on reading, as transformers does for gpt-oss.
 MXFP4, MXFP4_TURNED = "MXFP4", "MXFP4, turned"
+NVFP4 = "NVFP4"  # the same numbers, with a float8_e4m3fn scale per 8 bytes, and a scale for the whole
 
 
 class Dequantise(Edit, frozen=True, tag="dequantise"):
@@ -150,7 +151,7 @@ class Dequantise(Edit, frozen=True, tag="dequantise"):
     before: DTypeName
     dtype: DTypeName
     source: str
-    scheme: Annotated[str, _one_of(INT8, FOUR_BITS, BLOCKS, MXFP4, MXFP4_TURNED)]
+    scheme: Annotated[str, _one_of(INT8, FOUR_BITS, BLOCKS, MXFP4, MXFP4_TURNED, NVFP4)]
 
 
 class Assemble(Edit, frozen=True, tag="assemble"):

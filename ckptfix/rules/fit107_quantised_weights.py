@@ -5,9 +5,9 @@ Weights that another library stores as integers or 8-bit floats with scales, rec
 (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`), compressed-tensors
 (`weight_packed`, `weight_scale`), HQQ (`W_q`), EXL2 and EXL3 (`q_weight`, `trellis`), Quanto (`weight._data`), MLX
 (whole numbers with `scales` and `biases`), torchao in safetensors (`_weight_qdata`), MXFP4 of gpt-oss (`…_blocks`,
-`…_scales`), 8-bit weights with `weight_scale`, `weight_scale_inv` or ComfyUI's `scale_weight`, and 8-bit weights with
-any other key called a scale. An error if the model wants plain floats, or if `--dtype` does and the formula is known;
-otherwise, without a model, a note.
+`…_scales`), NVFP4 (`weight_scale_2` or `weight_global_scale`), 8-bit weights with `weight_scale`, `weight_scale_inv` or
+ComfyUI's `scale_weight`, and 8-bit weights with any other key called a scale. An error if the model wants plain floats,
+or if `--dtype` does and the formula is known; otherwise, without a model, a note.
 
 ## Why it matters
 The codes often have the shape of the weights: `load_state_dict` silently converts them to floats, and the layer is off
@@ -19,6 +19,7 @@ Unsafe: `--unsafe-fixes` multiplies codes by their scales if the formula is know
 - bitsandbytes int8, in row order;
 - bitsandbytes NF4 and FP4, also with double quantisation, bit for bit as its `dequantize_4bit` does;
 - 8-bit codes with one scale for the matrix, for each row, or for each square of 128;
+- NVFP4, bit for bit as modelopt and compressed-tensors do; not ComfyUI's, which has the scales in another order;
 - MXFP4, bit for bit as transformers does, if the model's shapes show whether matrices are transposed.
 
 Nothing is written from other formats, because the file lacks something that the formula needs: the packing order of the
@@ -42,17 +43,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, MXFP4_TURNED, Dequantise, Drop, Edit, Rename
+from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, MXFP4_TURNED, NVFP4, Dequantise, Drop, Edit, Rename
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Slot, Target
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.quantised_layers import CODES, DEQUANTISE, SCALES, QuantisedLayer, wanted_layers
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.dequantising import QuantState, quant_state, scale_steps, unpacked_shape
+from ckptfix.values.dequantising import QuantState, paired_shape, quant_state, scale_steps, unpacked_shape
 from ckptfix.values.scan import first_numbers
 
-_LACKS = "the file lacks data needed to dequantise them"
+_LACKS = "ckptfix cannot dequantise them"
 _OTHER_SHAPE = "the model's shapes differ from those in their `quant_state`"
 
 
@@ -130,8 +131,11 @@ def _as_asked(
     if dtype is None or DTYPES[dtype].itemsize == 1:
         return None
     shapes = {f"{path}weight": state.shape for path, state in states.items() if isinstance(state, QuantState)}
-    keys = (layer.parts["weight"] for layer in layers.values() if "weight" in layer.parts)
-    return Target("--dtype", {key: Slot(dtype, shapes.get(key, specs[key].shape), PARAMETER) for key in keys})
+    paired = {path: layer for path, layer in layers.items() if layer.scheme == NVFP4}
+    shapes |= {f"{path}weight": _shape_of_pairs(path, layer, specs) for path, layer in paired.items()}
+    keys = (*shapes, *(layer.parts["weight"] for layer in layers.values() if "weight" in layer.parts))
+    slots = {key: Slot(dtype, shapes.get(key) or specs[key].shape, PARAMETER) for key in keys}
+    return Target("--dtype", slots)
 
 
 def _cure(
@@ -145,6 +149,13 @@ def _cure(
         if isinstance(state, str) or state.shape != slot.shape:
             return ()
         return Dequantise(key, specs[key].dtype, slot.dtype, f"{key}.absmax", FOUR_BITS), *beside
+    if layer.scheme == NVFP4:
+        codes, slot = layer.parts.get("weight_packed", key), target.slots[key]
+        if slot.shape != _shape_of_pairs(path, layer, specs):
+            return ()
+        drops = (drop for drop in beside if drop.key != codes)
+        renames = (Rename(codes, key),) if codes != key else ()
+        return Dequantise(codes, "uint8", slot.dtype, f"{path}weight_scale", NVFP4), *drops, *renames
     scale = next((layer.parts[part] for part in SCALES if part in layer.parts), "")
     extra = layer.parts.keys() - {"weight", "weight_format", "input_scale", "scale_input", *SCALES}
     if scale and specs[scale].numel == 1 and specs[key].dtype.startswith("float8"):
@@ -157,6 +168,10 @@ def _cure(
     if specs[key].dtype not in CODES or not DTYPES[specs[scale].dtype].is_float:
         return ()
     return Dequantise(key, specs[key].dtype, slot.dtype, scale, layer.scheme), *beside
+
+
+def _shape_of_pairs(path: str, layer: QuantisedLayer, specs: Mapping[str, TensorSpec]) -> tuple[int, ...]:
+    return paired_shape(layer.parts.get("weight_packed", f"{path}weight"), f"{path}weight_scale", specs)
 
 
 def _unpacked(

@@ -9,10 +9,10 @@ from collections.abc import Container, Iterable, Mapping
 from msgspec import Struct, field
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4
+from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, NVFP4
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.values.dequantising import are_codes, unpacked_shape
+from ckptfix.values.dequantising import are_codes, paired_shape, unpacked_shape
 
 # The tensors that libraries store next to the codes, or instead of the weight.
 _BESIDE = re.compile(
@@ -91,6 +91,9 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
             layer.scheme = layer.scheme or _OTHER * is_scaled
         elif layer.scheme in MULTIPLIED:
             layer.scheme = ""  # without codes: a plain weight
+        key = layer.parts.get("weight_packed", f"{path}weight")
+        if "comfy_quant" not in layer.parts and paired_shape(key, f"{path}weight_scale", specs):
+            layer.scheme = NVFP4  # ComfyUI has the scales in another order
     for key, codes in specs.items():
         found = _PACKED.fullmatch(key)
         scales = specs.get(f"{found[1]}_scales") if found else None

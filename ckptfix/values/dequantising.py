@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.sources import ComputedBytes, KeptBytes, is_torn
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, MXFP4_TURNED, Dequantise
+from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, MXFP4_TURNED, NVFP4, Dequantise
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.reading.boxes import row_major, row_major_bytes
@@ -39,7 +39,7 @@ _TABLES = {
     "fp4": tuple(sign * size / 12 for sign in (1, -1) for size in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
 }
 # fmt: on
-_MXFP4 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+_E2M1 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 _LONGEST = 4096  # most bytes of a quant_state
 
 BlockSize = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -129,6 +129,7 @@ def dequantised_spec(
     if scales is None or any(each.storage is None or each.parts or each.quantizer for each in (spec, scales)):
         return None
     size = DTYPES[edit.dtype].itemsize
+    storages = (*spec.storages, *scales.storages)
     content: ComputedBytes
     if edit.scheme in (MXFP4, MXFP4_TURNED) and (shape := unpacked_shape(spec, scales)):
         experts, rows, columns = shape
@@ -138,9 +139,11 @@ def dequantised_spec(
     elif edit.scheme in FACTORS and scale_steps(spec.shape, scales.shape) is not None:
         shape = spec.shape
         content = ComputedBytes(spec.numel * size, shape[1] * size, partial(_scaled, spec, scales, edit, path))
+    elif edit.scheme == NVFP4 and (shape := paired_shape(edit.key, edit.source, {**specs, edit.key: spec})):
+        content = ComputedBytes(spec.numel * 2 * size, shape[1] * size, partial(_paired, spec, specs, edit, path))
+        storages = (*storages, *specs[scale_of_whole(edit.source, specs)].storages)
     else:
         return None
-    storages = (*spec.storages, *scales.storages)
     return computed(spec, f"dequantised {edit.dtype}", content, storages, dtype=edit.dtype, shape=shape)
 
 
@@ -149,6 +152,39 @@ def unpacked_shape(codes: TensorSpec, scales: TensorSpec) -> tuple[int, ...]:
     if (codes.dtype, scales.dtype, codes.shape) != ("uint8", "uint8", (*scales.shape, PACK)) or len(scales.shape) != 3:
         return ()
     return (*scales.shape[:2], scales.shape[2] * 2 * PACK)
+
+
+def scale_of_whole(source: str, specs: Mapping[str, TensorSpec]) -> str:
+    """Return the key of the scale that NVFP4 has for the whole matrix, beside those of its blocks under ``source``:
+    modelopt's is multiplied, that of compressed-tensors is divided by. Empty if there is none."""
+    names = (f"{source}_2", source.removesuffix("scale") + "global_scale")
+    return next((name for name in names if name in specs and specs[name].numel == 1), "")
+
+
+def paired_shape(key: str, source: str, specs: Mapping[str, TensorSpec]) -> tuple[int, ...]:
+    """Return the rows and columns of codes of NVFP4; empty for any other codes."""
+    codes, scales = specs.get(key), specs.get(source)
+    if codes is None or scales is None or (codes.dtype, scales.dtype) != ("uint8", "float8_e4m3fn"):
+        return ()
+    fits = len(codes.shape) == 2 and codes.shape == (*scales.shape[:1], *(8 * size for size in scales.shape[1:]))
+    return (codes.shape[0], 2 * codes.shape[1]) if fits and scale_of_whole(source, specs) else ()
+
+
+def _paired(
+    spec: TensorSpec, specs: Mapping[str, TensorSpec], edit: Dequantise, path: str, first: int, last: int
+) -> memoryview:
+    """Return the bytes of rows of NVFP4, equal to what modelopt and compressed-tensors compute."""
+    rows = (
+        replace(each, shape=(last - first, each.shape[1]), offset=each.offset + each.strides[0] * first)
+        for each in (spec, specs[edit.source])
+    )
+    codes, steps = (whole_tensor(each, path) for each in rows)
+    whole = whole_tensor(specs[key := scale_of_whole(edit.source, specs)], path).float().flatten()
+    scales = steps.float() * whole if key.endswith("_2") else steps.float() / whole
+    with computing(path, f"{edit.key} cannot become {edit.dtype}"):
+        numbers = _of_bytes(_E2M1, torch.float32).flip(-1)[codes.int()].flatten(1)
+        made = (numbers * scales.repeat_interleave(PACK, 1)).to(torch_dtype(edit.dtype)).flatten()
+    return bytes_of(made.view(torch.uint8))
 
 
 def _scaled(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str, first: int, last: int) -> memoryview:
@@ -169,7 +205,7 @@ def _unpacked(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str)
     with computing(path, f"{edit.key} cannot become {edit.dtype}"):
         codes, powers = (whole_tensor(each, path) for each in (spec, scales))
         dtype = torch_dtype(edit.dtype)
-        numbers = _of_bytes(_MXFP4, dtype).flip(-1)
+        numbers = _of_bytes(_E2M1, dtype).flip(-1)
         made = torch.empty(codes.shape[0], codes.shape[1] * 2 * PACK, dtype=dtype)
         for first in range(0, len(made), _ROWS):
             pairs = numbers[codes[first : first + _ROWS].int()].flatten(-2)

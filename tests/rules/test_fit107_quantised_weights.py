@@ -343,6 +343,53 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=dtype)))
 
 
+def paired(form: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return a layer of NVFP4 as modelopt, compressed-tensors or ComfyUI saves it, and its weight."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 256, (6, 16), dtype=torch.uint8)
+    steps, whole = (torch.rand(6, 2) + 0.1).to(torch.float8_e4m3fn), torch.tensor(0.0037)
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
+    floats = (table[numbers & 7] * (1 - 2 * (numbers >> 3))).unflatten(1, (2, 16))
+    if form == "compressed-tensors":
+        beside = {"fc.weight_global_scale": 1 / whole.view(1), "fc.input_global_scale": torch.ones(1)}
+        scales = steps.float() / beside["fc.weight_global_scale"]
+        state = {"fc.weight_packed": codes, "fc.weight_scale": steps, **beside}
+    else:
+        scales = steps.float() * whole
+        state = {"fc.weight": codes, "fc.weight_scale": steps, "fc.weight_scale_2": whole}
+        state |= {"fc.comfy_quant": torch.tensor([*b"{}"], dtype=torch.uint8)} if form == "ComfyUI" else {}
+    return state, (floats * scales.unsqueeze(-1)).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+def test_codes_of_nvfp4_become_what_the_libraries_make_of_them(tmp_path, form, dtype):
+    state, weight = paired(form)
+    model = nn.ModuleDict({"fc": nn.Linear(32, 6, bias=False)}).to(dtype)
+    check_repaired(state, {"fc.weight": weight.to(dtype)}, "FIT107", model, unsafe_fixes=True)
+    save_file(state, tmp_path / "in.safetensors")
+    asked = {"dtype": str(dtype).removeprefix("torch."), "unsafe_fixes": True}
+    ckptfix.repair(tmp_path / "in.safetensors", output=tmp_path / "out.safetensors", **asked)
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["fc.weight"], weight.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("form", "more"),
+    [
+        ("ComfyUI", {}),
+        ("modelopt", {"fc.weight_scale": torch.ones(6, 4).to(torch.float8_e4m3fn)}),
+        ("modelopt", {"fc.weight_scale_2": torch.ones(2)}),
+    ],
+    ids=["scales in another order", "too many scales", "two scales of the whole"],
+)
+def test_codes_of_nvfp4_whose_scales_do_not_fit_are_refused(form, more):
+    state, _ = paired(form)
+    model = nn.ModuleDict({"fc": nn.Linear(32, 6, bias=False)})
+    _, report = ckptfix.repair_state_dict(state | more, model, select=("FIT107",), unsafe_fixes=True)
+    assert ["cannot dequantise" in finding.message for finding in report.remaining] == [True]
+
+
 def packed(**sizes: tuple[int, int, int]) -> dict[str, torch.Tensor]:
     """Return codes and scales by name, of experts, rows and packs."""
     made = {}
