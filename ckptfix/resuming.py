@@ -125,15 +125,15 @@ def _followed(after: Checkpoint, change: Change, path: str) -> Followed:
     if len(found) == 1:
         return found[0]
     places = dict.fromkeys(way.optimizer.name for way in found)
-    what = f"{len(found)} ways to identify the parameters of {', '.join(places)} fit and differ"
+    what = f"{len(found)} ways to identify the parameters of {', '.join(places)} fit, and they differ"
     if not found:
         alike = [one.name for one in own if one.state and len(one.ids) == len(change.result)]
-        what = "no optimizer with the model's parameters"
+        what = "has no optimizer with the model's parameters"
         if alike:
-            what = f"{', '.join(alike)}with as many parameters as the model, but in no known order"
+            what = f"has as many parameters as the model in {', '.join(alike)}, but in no known order"
     elif len(places) > 1:
-        what = f"{len(places)} optimizers that fit, {', '.join(places)}, and none is named like the weights"
-    raise TargetError(f"{path}: has {what}; omit the optimizer to start with new moments")
+        what = f"{len(places)} optimizers fit, {', '.join(places)}, and none is named like the weights"
+    raise TargetError(f"{path}: {what}; omit the optimizer to start with new moments")
 
 
 def _take_options(groups: Iterable[dict[str, Any]], followed: Followed, live: list[dict[str, Any]]) -> tuple[str, ...]:

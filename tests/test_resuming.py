@@ -727,7 +727,7 @@ def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> Non
     with pytest.raises(ckptfix.UsageError, match="from outside the model"):
         ckptfix.load(new, tmp_path / "run.pth", optimizer=other)
     own.param_groups.reverse()
-    with pytest.raises(TargetError, match="has optimizerwith as many parameters as the model, but in no known order"):
+    with pytest.raises(TargetError, match="has as many parameters as the model in optimizer, but in no known"):
         ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
 
 
@@ -786,7 +786,7 @@ def test_an_optimizer_of_the_same_script_takes_no_recipe(tmp_path: Path, groups:
     # in another order of the model, nothing tells whose the moments are
     other = Alike("acbd")
     before = {key: value.clone() for key, value in other.state_dict().items()}
-    with pytest.raises(TargetError, match=r"ways to identify the parameters of optimizer fit and differ"):
+    with pytest.raises(TargetError, match=r"ways to identify the parameters of optimizer fit, and they differ"):
         ckptfix.load(other, tmp_path / "run.pth", optimizer=torch.optim.Adam(groups(other)), unsafe_fixes=True)
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
 
@@ -803,7 +803,7 @@ def test_of_two_optimizers_the_name_tells(tmp_path: Path) -> None:
     ckptfix.load(new, tmp_path / "gan.pth", optimizer=own, weights="D")
     assert moments_of(new, own) == moments_of(both[1], made[1])
     torch.save({**saved, "first": made[0].state_dict(), "second": made[1].state_dict()}, tmp_path / "gan.pth")
-    with pytest.raises(TargetError, match="2 optimizers that fit, first, second"):
+    with pytest.raises(TargetError, match="2 optimizers fit, first, second"):
         ckptfix.load(new, tmp_path / "gan.pth", optimizer=own, weights="D")
 
 

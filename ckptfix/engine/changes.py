@@ -129,7 +129,7 @@ def _of_set(checkpoint: Checkpoint, edit: Fill | Replace, place: str, key: str) 
 
     found = entry_at(checkpoint, place, key)
     if not isinstance(found, TensorSpec) or found.shape != edit.shape or not found.has_data:
-        place = place or "beside it"
+        place = place or "the same state_dict"
         raise foreign(checkpoint, f"{edit.key} should be taken from {place}, which lacks it in this shape")
     return found
 

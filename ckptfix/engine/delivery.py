@@ -92,7 +92,7 @@ def deliver(
         for file, goal in files.items():
             deliver_file(file, goal, goal if destination.backup_of is not None else None, destination.flush)
         draft.put_in_place()
-    remarks = (*report.remarks, *(f"written beside it: {goal}" for goal in files.values()))
+    remarks = (*report.remarks, *(f"also written: {goal}" for goal in files.values()))
     tied = tuple(tied_keys(draft.result)) if draft.form == SAFETENSORS else ()
     return replace(report, output=str(draft.output), remarks=remarks, written_as=draft.form, tied=tied)
 
