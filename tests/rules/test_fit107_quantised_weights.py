@@ -369,9 +369,9 @@ def test_codes_of_nvfp4_become_what_the_libraries_make_of_them(tmp_path, form, d
     model = nn.ModuleDict({"fc": nn.Linear(32, 6, bias=False)}).to(dtype)
     check_repaired(state, {"fc.weight": weight.to(dtype)}, "FIT107", model, unsafe_fixes=True)
     save_file(state, tmp_path / "in.safetensors")
-    asked = {"dtype": str(dtype).removeprefix("torch."), "unsafe_fixes": True}
-    ckptfix.repair(tmp_path / "in.safetensors", output=tmp_path / "out.safetensors", **asked)
-    assert torch.equal(load_file(tmp_path / "out.safetensors")["fc.weight"], weight.to(dtype))
+    output, name = tmp_path / "out.safetensors", str(dtype).removeprefix("torch.")
+    ckptfix.repair(tmp_path / "in.safetensors", output=output, dtype=name, unsafe_fixes=True)
+    assert torch.equal(load_file(output)["fc.weight"], weight.to(dtype))
 
 
 @pytest.mark.parametrize(
