@@ -249,6 +249,18 @@ class _Collected(Struct):
     # Views of the ranks' flat parameters, each with the position of these (`LOCAL_STATE_DICT` with original names).
     stretches: list[tuple[int, TensorSpec]] = field(default_factory=list)
 
+    @property
+    def place(self) -> object:
+        """Where the ranks have the boxes, which are the same places for tied tensors; the object itself if there are no
+        boxes."""
+        if self.first is None or self.plain is not None:
+            return id(self)
+        stored = [
+            (box, *((id(part.storage), part.offset, part.strides) for part in parts))
+            for box, parts in self.copies.items()
+        ]
+        return self.first.shape, tuple(stored)
+
 
 class _RankMerge:
     """Merges files of ranks: collects the tensors rank by rank, by their path in the container."""
@@ -306,7 +318,11 @@ class _RankMerge:
         if self.world:
             self.files.note_missing(self.world, self.ranks.files, self.ranks.pattern)
         self._leave_out(first, lacking)
-        tensors = {path: self._tensor(path, found) for path, found in self.found.items()}
+        made: dict[object, TensorSpec] = {}  # what is tied in every rank is one tensor
+        tensors = {
+            path: made[place] if (place := found.place) in made else made.setdefault(place, self._tensor(path, found))
+            for path, found in self.found.items()
+        }
         root = _replaced(first, (), tensors, {}, self.left_out)
         for mark in [mark for mark in self.files.remarks if mark.kind is Kind.TENSOR_SUBCLASS]:
             if mark.data["name"].rpartition(".")[2] in self.kinds:

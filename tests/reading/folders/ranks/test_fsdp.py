@@ -230,6 +230,21 @@ def test_rows_that_do_not_divide(tmp_path: Path, rows: int) -> None:
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w"), whole)
 
 
+@pytest.mark.parametrize("tied", [(0, 1), (0,), ()], ids=["in all ranks", "in one", "in none"])
+def test_tensors_are_tied_that_are_so_in_every_rank(tmp_path: Path, tied: tuple[int, ...]) -> None:
+    """As the weights of a language model, which FSDP 2 saves under both names."""
+    whole = torch.arange(12.0).reshape(6, 2)
+    for rank in range(2):
+        embedding, head = dtensor(rank, whole), dtensor(rank, whole)
+        if rank in tied:
+            head._local_tensor = embedding._local_tensor.view_as(embedding._local_tensor)
+        torch.save({"embedding": embedding, "head": head}, tmp_path / f"model_rank_{rank}.pt")
+    ckptfix.repair(tmp_path, output=(out := tmp_path / "whole.pth"))
+    state_dict = torch.load(out, weights_only=True)
+    assert all(torch.equal(tensor, whole) for tensor in state_dict.values())
+    assert (len({tensor.data_ptr() for tensor in state_dict.values()}) == 1) is (len(tied) == 2)
+
+
 def test_replicas_that_differ_are_noted(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save(
