@@ -246,6 +246,5 @@ def is_of_words(key: str) -> bool:
 
 
 def is_copied(adapter: Adapter, key: str) -> bool:
-    """Return whether an adapter replaces a key's module by a full copy (``modules_to_save``), which may be tied to
-    others."""
+    """Return whether an adapter replaces a key's module by its own full copy (``modules_to_save``)."""
     return _is_named(adapter.config.get("modules_to_save"), key.rpartition(".")[0])

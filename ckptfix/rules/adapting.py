@@ -22,8 +22,7 @@ _BY_HAND = "ROWSxCOLUMNS:ROWSxCOLUMNS"
 
 
 def of_use(given: Sequence[Adaptation], known: Sequence[Case], done: Collection[str]) -> set[Adaptation]:
-    """Return the adaptations that apply to a tensor of some case, or were applied earlier (``done`` has their
-    labels)."""
+    """Return the adaptations that apply to some case, or were applied earlier (``done`` has their labels)."""
     picked = ((case, chosen(case.name, key, case.recipes, given)) for case in known for key in case.shapes)
     fitting = {asked for case, asked in picked if asked and (case.name == HEAD or asked.recipe in case.recipes)}
     return fitting | {asked for asked in given if asked.label in done}

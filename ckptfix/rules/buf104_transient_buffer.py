@@ -108,8 +108,7 @@ def is_superfluous(key: str, checkpoint: Checkpoint, target: Target) -> bool:
 def _different(extra: list[str], context: Context, target: Target) -> dict[str, float]:
     """Return the superfluous buffers whose values differ from the model's own, with the largest difference of each.
 
-    The tolerance is a few eps of the coarser dtype, at least 1e-3: the cosine of a large angle depends on the device
-    that computed it."""
+    The tolerance is at least 1e-3, because the cosine of a large angle depends on the device that computed it."""
     comparable = [key for key in extra if key in target.transient and _is_computed(key, context.checkpoint.specs[key])]
     nbytes = sum(slot.numel * DTYPES[slot.dtype].itemsize for slot in target.slots.values())
     if not comparable or not context.settings.values or nbytes > _AFFORDABLE:

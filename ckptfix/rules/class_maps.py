@@ -84,7 +84,7 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
 
 
 def _groups(key: str, old: int, new: int, classes: int) -> tuple[int, int]:
-    """Return the number of groups (boxes, anchors) of an output layer's rows, and the rows per group that are not
+    """Return how many groups (boxes, anchors) an output layer's rows form, and the rows of each that are not
     classes."""
     others = _BOX_AND_OBJECT if _YOLO.search(key) else 0
     groups = new // (classes + others)

@@ -112,8 +112,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _idle(context: Context, adapter: Adapter, *, has_base: bool) -> tuple[str, ...]:
-    """Return the keys whose values (zeros, scales of one) make every layer change nothing; none if a layer changes
-    something."""
+    """Return the keys whose values (zeros, scales of one) make every layer change nothing; none if a layer does."""
     specs = adapter.checkpoint.specs
     own = {key: specs[key] for layer in adapter.layers for key in layer.keys.values()}
     if not context.settings.values or any(".modules_to_save." in key if has_base else key not in own for key in specs):
@@ -357,8 +356,7 @@ def _kind(adapter: Adapter) -> str:
 
 
 def _with_config(path: str) -> Remedy:
-    """Return the remedy that merges an adapter inside its base, with the configuration next to the file if it has
-    one."""
+    """Return the remedy that merges an adapter inside its base, with the configuration next to the file if any."""
     file = Path(path).parent / CONFIG
     if file.is_file():
         return Remedy.of("merges it", adapter=(str(file),))

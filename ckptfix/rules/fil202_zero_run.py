@@ -108,8 +108,7 @@ def _block(storage: Storage, hole: Hole) -> int:
 
 
 def _is_of_rows(spec: TensorSpec, hole: Hole, block: int) -> bool:
-    """Return whether whole rows inside a matrix are file blocks, which with several rows per block is not a
-    coincidence."""
+    """Return whether whole rows inside a matrix are file blocks: with several rows per block, no coincidence."""
     first, stop = spec.extent
     row = (stop - first) // spec.shape[0]
     return spec.is_contiguous and first + WORD < hole.start and hole.stop < stop - WORD and FEW_ROWS * row <= block

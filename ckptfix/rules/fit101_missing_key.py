@@ -112,8 +112,7 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
 
 
 def _apart(keys: Collection[str], checkpoint: Checkpoint) -> list[str]:
-    """Return the other sets of the file that belong to one module each: `decoder` has the missing
-    `decoder.fc.weight`."""
+    """Return the other sets of the file that belong to one module each: `decoder` has `decoder.fc.weight`."""
     found = []
     for each in checkpoint.candidates:
         members = value_at(checkpoint.root, each.path) if each.path != checkpoint.container else None
@@ -428,8 +427,7 @@ def _by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _stems(key: str) -> Iterator[str]:
-    """Yield the names that a key may be derived from: its beginnings before each dot or underscore of the last two
-    segments."""
+    """Yield the names that a key may extend: its beginnings before each dot or underscore of the last two segments."""
     last = key.rfind(".", 0, max(key.rfind("."), 0)) + 1
     return (key[:at] for at in range(last, len(key)) if key[at] in "._")
 

@@ -183,8 +183,7 @@ def _shown(pairs: Mapping[str, tuple[Shape | None, Shape]]) -> dict[str, Any]:
 
 
 def _is_of_sinusoids(checkpoint: Checkpoint, key: str) -> bool:
-    """Return whether each column of a table is a sine: the sum of the rows before and after each row is a multiple of
-    it."""
+    """Return whether each column of a table is a sine: the two rows around a row sum to a multiple of it."""
     shape = checkpoint.specs[key].shape
     if len(shape) != 2 or shape[0] < _FEWEST_ROWS or not POSITIONS.search(key):
         return False

@@ -172,8 +172,7 @@ def _prefixes(names: Collection[str], target: Target) -> tuple[str, str]:
 
 
 def _axis(form: str, shape: Shape, beside: list[Shape], module: str | None) -> int | None:
-    """Return the axis that the norm keeps, -1 if it is over all axes; None if the parts do not fit or do not show
-    it."""
+    """Return the axis that the norm keeps, -1 if it is over all axes; None if the parts do not show it."""
     if form == PRUNING:
         return 0 if beside == [shape] else None
     if form == WEIGHT_NORM:

@@ -93,8 +93,7 @@ class Followed(Struct, frozen=True):
         return True
 
     def edits(self, order: tuple[str, ...] = ()) -> tuple[Edit, ...]:
-        """Return the edits that make the state match the result; ``order`` is the new order of the state_dict's
-        keys."""
+        """Return the edits that make the state match the result; ``order`` is that of the state_dict's keys."""
         where = self.optimizer.name
         moments = (
             Moments(where, number, step.key, None if step.source is None else str(step.source), step.shape, step.parts)
@@ -116,8 +115,7 @@ class Followed(Struct, frozen=True):
 
 
 def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
-    """Return the different ways in which an optimizer can follow: one if its names are certain or all fitting recipes
-    agree."""
+    """Return the ways in which an optimizer can follow: one if its names are certain or all recipes that fit agree."""
     if optimizer.is_joint and change.touches:
         return []
     change = tied_as_one(optimizer, change)
@@ -147,7 +145,7 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
 
 
 def rivals(optimizer: Optimizer, change: Change, way: Followed) -> list[str]:
-    """Return the rare orders that fit the shapes as well as a way's recipe but lead to another state; none if names are
+    """Return the rare orders that fit as well as a way's recipe but lead to another state; none if names are
     certain."""
     if way.naming.is_certain:
         return []
@@ -369,8 +367,7 @@ class _Following(Struct, dict=True):
         return old
 
     def _group_like(self, members: Sequence[StateStep]) -> int | None:
-        """Return the old group of some parameters, or of others of their kind, if all candidates have equal
-        hyperparameters."""
+        """Return the old group of some parameters, or of their kind, if all candidates have equal hyperparameters."""
         before, after = self.change.before, self.change.after
 
         def kind(step: StateStep) -> tuple[str, int]:
@@ -417,8 +414,7 @@ class _Following(Struct, dict=True):
         return sorted(self.steps, key=lambda step: min(own[step.key]))
 
     def _may_be_sorted(self, groups: Sequence[Sequence[StateStep]]) -> bool:
-        """Return whether a script may list the result in another order, because it sorts names or orders groups by
-        their first parameter."""
+        """Return whether a script that sorts names or groups may list the result in another order."""
         names, change = self.naming.names, self.change
         lists = [[bare(names[number]) for number in group["params"]] for group in self.optimizer.groups]
         made = [[bare(step.key) for step in group] for group in groups]
@@ -483,8 +479,7 @@ def _is_plain(value: TensorSpec) -> bool:
 
 
 def _are_elementwise(rows: Sequence[Mapping[str, Any]], shapes: Sequence[Shape]) -> bool:
-    """Return whether all tensors of some rows have one element per element of their parameter, and the rest is
-    equal."""
+    """Return whether all tensors of some rows have one element per element of their parameter; the rest is equal."""
     if any(row.keys() != rows[0].keys() for row in rows) or () in shapes:
         return False
     for name in rows[0]:

@@ -116,8 +116,7 @@ def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
 
 
 def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[str, str]:
-    """Return one cut for all keys, including those that the target lacks, or one for each key, whichever agrees
-    more."""
+    """Return one cut for all keys, or the best one for each key, whichever agrees more with the target."""
 
     def agreement(new: Mapping[str, str]) -> int:
         return sum(_wants(checkpoint, key, target, new.get(key, key)) for key in keys)
@@ -130,8 +129,8 @@ def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[
 
 
 def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[str, str]:
-    """Return the new names of keys that the target lacks, each by the shortest cut that it wants; then those of keys
-    with another shape."""
+    """Return the new names of keys that the target lacks: the shortest cut that it wants, then those of another
+    shape."""
     strange = [key for key in keys if key not in target.slots and key not in target.entries]
     names = {
         key: [without_first(key, count) for count in range(1, min(leading_modules(key), DEEPEST) + 1)]

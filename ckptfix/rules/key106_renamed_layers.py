@@ -270,8 +270,7 @@ def _figures(proof: Equivalence) -> dict[str, object]:
 
 
 def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
-    """Return the shapes of the tensors that can be moved: floats that the target does not compute, and batch
-    counters."""
+    """Return the shapes of the tensors that can be moved: floats that the target does not compute, and counters."""
     parts = set() if in_parts(target.slots) else {key for keys in in_parts(checkpoint.specs).values() for key in keys}
     return {
         key: spec.shape

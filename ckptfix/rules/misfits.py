@@ -92,8 +92,7 @@ def differ_by_ones(one: Shape, other: Shape) -> bool:
 
 
 def parts_of_ranks(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
-    """Return in how many parts all tensors are split, some by rows and some by columns, as in tensor parallelism; 0 if
-    they are not."""
+    """Return into how many parts all tensors are split, by rows and by columns, as in tensor parallelism; 0 if not."""
     parts, axes = set(), set()
     for file, wanted in shapes.values():
         differing = [axis for axis, (old, new) in enumerate(zip(file, wanted, strict=False)) if old != new]
@@ -105,8 +104,7 @@ def parts_of_ranks(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
 
 
 class Misfits(Struct, frozen=True):
-    """The keys whose shape differs, with the evidence of their kind: the model, the file, and the values of
-    ``--adapt``."""
+    """The keys whose shape differs, with the evidence of their kind: the model, the file, and ``--adapt``."""
 
     shapes: Pairs
     pairing: Pairing
@@ -151,9 +149,8 @@ class Misfits(Struct, frozen=True):
         return found
 
     def _vocabulary(self, shapes: Pairs) -> tuple[Pairs, set[str]]:
-        """Return the word embeddings with the output layers and biases of the same number of rows, and which of the
-        embeddings have one row more than the vocabulary. That row stays last: the token before the first word of Moshi
-        and MusicGen."""
+        """Return the word embeddings with the output layers and biases of as many rows; and the embeddings with one row
+        more than the vocabulary, which stays last, such as the start token of Moshi and MusicGen."""
         by_rows = {
             key: pair
             for key, pair in shapes.items()
@@ -183,8 +180,8 @@ class Misfits(Struct, frozen=True):
         }, {*longer}
 
     def _heads(self, rest: Pairs) -> Pairs:
-        """Return the output layers for other classes, or for as many if the user names them; none if classes do not
-        explain all shapes."""
+        """Return the output layers for other classes, and those that the user names; none if they do not explain
+        all."""
         heads = {
             key: (old, new)
             for key, (old, new) in rest.items()
@@ -260,8 +257,7 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
 
 
 def _is_of_pixels(stored: int, wanted: int) -> bool:
-    """Return whether inputs are the colours of neighbouring pixels: timm's `adapt_input_conv` adds no channels to
-    these."""
+    """Return whether inputs are the colours of neighbouring pixels, which `adapt_input_conv` of timm cannot extend."""
     pixels = stored // 3
     return wanted > stored == 3 * pixels and pixels > 1 and is_square(pixels) and wanted % pixels == 0
 

@@ -84,8 +84,7 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     """Update the optimizers to match the edits, or report which one cannot follow.
 
     The last of five steps: ``optimizer_states`` reads the state, ``origins`` finds what the plan changes,
-    ``position_names`` the name of each position, and ``following`` what becomes of the state; this makes the
-    finding."""
+    ``position_names`` the name of each position, ``following`` what becomes of the state; this makes the finding."""
     optimizers = list(optimizers_in(context.checkpoint.root))
     if context.settings.drop_optimizer:
         yield from _left_out(rule, optimizers)
@@ -131,8 +130,7 @@ def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:
 def _out_of_step(
     rule: Rule, context: Context, optimizer: Optimizer, change: Change, plan: Plan, sets: list[str]
 ) -> Iterator[Finding]:
-    """Yield the finding for an optimizer that no longer matches; ``sets`` are the state_dicts that it may belong to if
-    not the repaired one."""
+    """Yield the finding for an optimizer that no longer matches; it may also belong to the state_dicts in ``sets``."""
     found = ways(optimizer, change)
     is_moved = is_listed_anew(optimizer, change)
     if found and all(way.is_unchanged for way in found) and not is_moved:

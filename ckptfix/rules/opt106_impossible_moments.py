@@ -100,8 +100,7 @@ def _are_alike(row: Mapping[str, Any]) -> bool:
 
 
 def _exceeds(one: TensorStatistics, two: TensorStatistics, limit: float) -> bool:
-    """Return whether a squared value of the first average (of the sample, mean or extremes) is more than the second one
-    allows."""
+    """Return whether a square of the first average (of the sample, mean or extremes) exceeds what the second allows."""
     pairs = [*zip(array("f", one.sample), array("f", two.sample), strict=False)]
     pairs += [(one.rms, two.mean), (max(-one.minimum, one.maximum), two.maximum)]
     return any(each * each > limit * (square + _TINY) for each, square in pairs)

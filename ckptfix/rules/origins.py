@@ -229,8 +229,7 @@ class Change(Struct, frozen=True, dict=True):
         """The file's parameters in model order, once for each possible place of lost modules.
 
         Empty if the trained model had another order: layers of another implementation, or modules that moved. Lost
-        blocks were among those with other numbers; any other lost module may have been at each place within its
-        parent."""
+        blocks were among those with other numbers; any other lost module may have been anywhere within its parent."""
         if self.model is None or not self.result.keys() <= self.model.slots.keys():
             return []  # the result's order is unknown too
         rank = {key: place for place, key in enumerate(self.model.slots)}

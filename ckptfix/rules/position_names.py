@@ -40,8 +40,7 @@ class OptimizerScope(Struct, frozen=True):
 
 
 def scopes(change: Change) -> Iterator[OptimizerScope]:
-    """Yield the sets that optimizers are built from: all parameters, the trainable ones, or those of one part of a
-    model."""
+    """Yield the sets that optimizers are built from: all parameters, the trainable ones, or those of one part."""
     parameters = change.parameters
     orders = [("the file's order", list(parameters))] if change.is_ordered else []
     orders += [("the model's order", order) for order in change.model_orders if not orders or order != orders[0][1]]
@@ -205,8 +204,7 @@ def by_live_groups(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
 
 
 def known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list[Recipe]:
-    """Return the recipes that give the groups of an optimizer with certain names: those of trainers, else a script's
-    own."""
+    """Return the recipes that give an optimizer's groups if names are certain: trainers', else a script's own."""
     if len(optimizer.groups) == 1 or optimizer.is_flat:
         return []
     named = set(naming.names.values())

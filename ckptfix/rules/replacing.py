@@ -54,8 +54,7 @@ def cured_apart(found: Iterable[str], cures: Mapping[str, Sequence[Edit]]) -> It
 def replaced_apart(
     rule: Rule, context: Context, found: Collection[str], is_sound: Callable[[str, TensorStatistics], bool]
 ) -> Iterator[tuple[list[str], Fix | None]]:
-    """Yield the keys that ``--replace`` can cure with the fix, then the others; ``is_sound`` judges the new values of a
-    key."""
+    """Yield the keys that ``--replace`` cures, with the fix, then the others; ``is_sound`` judges the new values."""
     replacements = Replacements(context)
     return cured_apart(found, {key: replacements.of(rule.code, key, partial(is_sound, key)) for key in found})
 
@@ -126,8 +125,7 @@ class Replacements(Struct, frozen=True, dict=True):
 
 
 def reset_edits(key: str, context: Context) -> tuple[Replace, ...]:
-    """Return the edits that reset the statistics of ``key``'s norm, to measured or to fresh ones; none unless asked
-    for."""
+    """Return the edits that reset the statistics of ``key``'s norm, measured or fresh; none unless asked for."""
     module, _ = split_key(key)
     settings, specs = context.settings, context.checkpoint.specs
     if not (settings.recalibrate or settings.reset_running_stats):

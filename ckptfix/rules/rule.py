@@ -36,7 +36,7 @@ class SourceModel(Struct, frozen=True):
     """The model that the file belongs to (``--source-model``): the shapes of its tensors in model order, and a function
     that runs it next to the target.
 
-    ``prove`` takes the checkpoint, and a plan for each possible map. ``converts`` and ``ties`` are like those of
+    ``prove`` takes the checkpoint and a plan for each possible map. ``converts`` and ``ties`` are those of
     ``Target``."""
 
     shapes: Mapping[str, tuple[int, ...]]

@@ -276,8 +276,7 @@ def _decayed_matrices(record: TrainingRecord, matrices: Mapping[str, TensorStati
 
 
 def _started_tiny(matrices: Mapping[str, TensorStatistics]) -> set[str]:
-    """Return the matrices that were never larger: their RMS is closer to a power of ten, which an initialiser is given,
-    than by chance."""
+    """Return the matrices that started this small: their RMS is too close to a power of ten for chance."""
     of_power: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for key, figures in matrices.items():
         power = round(math.log10(figures.rms))
@@ -344,8 +343,7 @@ AGREES = (0.5, 2.0)  # range of the ratio of two shares' logarithms that agree
 class DecayEvidence(Struct, frozen=True):
     """What the file shows about one matrix; None or an empty text if it does not show it.
 
-    ``predicted`` is the share of the initial RMS that decay without gradients leaves, and ``observed`` the actual
-    one."""
+    ``predicted`` is the share of the initial RMS that decay without gradients leaves, ``observed`` the actual one."""
 
     observed: float
     predicted: float | None = None

@@ -113,8 +113,7 @@ def _has_hole(spec: TensorSpec, figures: TensorStatistics) -> bool:
 
 
 def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:
-    """Return whether most values are negligible next to the largest, and the same bits read as float16 are an ordinary
-    matrix."""
+    """Return whether most values are negligible next to the largest, and an ordinary matrix if read as float16."""
     if figures.zeros > 0.01 * spec.numel or np.median(np.abs(first_numbers(spec, LOOK))) > 1e-3 * figures.rms:
         return False
     return _is_ordinary(first_units(spec, LOOK).view(np.float16).astype(np.float64))

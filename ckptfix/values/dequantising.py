@@ -119,8 +119,7 @@ def scale_steps(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, i
 def dequantised_spec(
     spec: TensorSpec, specs: Mapping[str, TensorSpec], edit: Dequantise, path: str
 ) -> TensorSpec | None:
-    """Return the tensor of codes times their scales, multiplied when it is read; None if the scales in ``specs`` do not
-    fit."""
+    """Return the tensor of codes times their scales, multiplied when it is read; None if the scales do not fit."""
     if not DTYPES[edit.dtype].is_float:
         return None
     if edit.scheme == FOUR_BITS:

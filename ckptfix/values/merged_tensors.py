@@ -39,8 +39,7 @@ Factors = Sequence[TensorSpec]
 
 
 def merged_spec(spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> TensorSpec:
-    """Return the spec of a tensor with the deltas of ``edit`` merged into it; ``factors`` has the matrices of each
-    delta."""
+    """Return the spec of a tensor with the deltas of ``edit`` merged into it; ``factors`` has each delta's matrices."""
     used = (storage for each in factors for factor in each for storage in factor.storages)
     source = MergedBytes(spec, edit, factors, path)
     return computed(spec, edit.key, source, (*spec.storages, *used), shape=source.spec.shape)

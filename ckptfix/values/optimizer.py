@@ -49,9 +49,8 @@ class Training(Struct, frozen=True):
         return None if self.second_moments is None else tensor_statistics(self.second_moments).all_zero
 
     def saw_decay_only(self, rms: float, start: float) -> bool:
-        """Return whether a parameter that shrank from ``start`` to ``rms`` got only the gradients that Adam's own
-        weight decay adds: the moments are no larger, and the weights are smaller than one step on a loss would make
-        them."""
+        """Return whether a parameter that shrank from ``start`` to ``rms`` got only the gradients of Adam's own weight
+        decay: moments are no larger, and weights are smaller than one step on a loss would make them."""
         if self.second_moments is None or self.decoupled or rms >= OF_A_STEP * max(self.lr, self.initial_lr or 0.0):
             return False
         return tensor_statistics(self.second_moments).mean <= (self.weight_decay * start) ** 2

@@ -68,8 +68,7 @@ def is_float32_in_t5(key: str) -> bool:
 
 
 def is_buffer(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Return whether a tensor is a buffer of its model. Only a module knows for certain; for a file, the name
-    decides."""
+    """Return whether a tensor is a buffer. Only a module knows for certain; for a file, the name decides."""
     if target and target.modules is not None and key in target.slots:
         return target.slots[key].kind == BUFFER
     return is_buffer_name(key, spec.shape) or bool(_SCRATCH.search(split_key(key)[1]))

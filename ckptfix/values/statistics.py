@@ -33,8 +33,8 @@ class Statistics(Mapping[str, TensorStatistics]):
 
     Computed on first access and kept; keys that are the same view of one storage are computed once. The numbers are the
     stored ones: a lazy conjugation or negation is not applied, and a quantised tensor counts by its integers. Access
-    raises ``UnreadableError`` if the bytes are not in the file. ``narrowing`` is the requested cast, whose losses are
-    counted in the same pass."""
+    raises ``UnreadableError`` if bytes are missing. ``narrowing`` is a cast whose losses are counted in the same
+    pass."""
 
     def __init__(
         self, checkpoint: Checkpoint, narrowing: Narrowing | None = None, draft: WriteDraft | None = None

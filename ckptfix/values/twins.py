@@ -156,7 +156,7 @@ def _average_names(key: str) -> Iterator[str]:
 
 
 def _embedding_ties(specs: Mapping[str, TensorSpec]) -> tuple[tuple[str, ...], ...]:
-    """Return the input and output embedding of a language model, if the file has one of each with the same shape and
+    """Return the input and output embedding of a language model, if the file has one of each, alike in shape and
     dtype."""
     inputs = [key for key in specs if key.endswith(_EMBEDDINGS)]
     heads = [key for key in specs if key.endswith(_HEADS)]

@@ -74,8 +74,7 @@ class Walk(Struct, frozen=True, dict=True):
         """Yield the bytes of the distinct elements, in memory order, in blocks of bounded size, each valid until the
         next.
 
-        With ``start`` and ``stop``, only the bytes of these elements of a run. Raises ``UnreadableError`` if the bytes
-        are not in the file."""
+        With ``start`` and ``stop``, only these elements of a run. Raises ``UnreadableError`` if bytes are missing."""
         storage, itemsize = self.spec.storage, self.spec.itemsize
         assert storage is not None, "a walk needs a storage"
         if self.is_run:
