@@ -111,7 +111,13 @@ class RemoteFile(OpenFile):
             raise UnreadableError(f"{self.path}: changed while it was read; run the same command again")
 
     def _ask(self, start: int, stop: int) -> Answer:
-        return _answered(lambda: self._range(start, stop), self.path, "read")
+        return _answered(lambda: self._complete(start, stop), self.path, "read")
+
+    def _complete(self, start: int, stop: int) -> Answer:
+        answer = self._range(start, stop)
+        if len(answer.data) < min(stop, answer.size) - start:
+            raise TransferError(f"{self.path}: {len(answer.data)} bytes came of a range of {stop - start}")
+        return answer
 
 
 def _answered(action: Callable[[], T], url: str, verb: str) -> T:
@@ -185,10 +191,7 @@ def _http_range(name: str, url: str, token: str | None, start: int, stop: int) -
             if answer.status == 206:
                 ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers["Content-Range"] or "")
                 if ranged is not None and int(ranged[1]) == start:
-                    data, size = answer.read(stop - start), int(ranged[2])
-                    if len(data) < min(stop, size) - start:
-                        raise TransferError(f"{name}: {len(data)} bytes came of a range of {stop - start}")
-                    return Answer(data, size, stamp)
+                    return Answer(answer.read(stop - start), int(ranged[2]), stamp)
             elif start == 0 and len(data := answer.read(LEAST)) < LEAST:  # a small file as a whole
                 return Answer(data[:stop], len(data), stamp)
     except HTTPError as error:

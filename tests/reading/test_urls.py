@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import struct
@@ -153,6 +154,19 @@ def test_file_systems_of_fsspec(tmp_path):
     for source in ("memory://zoo/a.pth", "memory://zoo"):
         report = ckptfix.check(source, values=True)
         assert (report.source, [finding.code for finding in report.findings]) == ("memory://zoo/a.pth", ["KEY102"])
+
+
+def test_a_file_system_of_fsspec_that_sends_too_little(tmp_path, monkeypatch):
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    torch.save(wrapped(weight=torch.randn(256, 256)), tmp_path / "a.pth")
+    fsspec.filesystem("memory").put_file(str(tmp_path / "a.pth"), "/short/a.pth")
+    opened = MemoryFileSystem.open
+    monkeypatch.setattr(remote, "PATIENCE", Patience(attempts=2, first=0.001))
+    monkeypatch.setattr(MemoryFileSystem, "open", lambda *args, **_: io.BytesIO(opened(*args).read()[:100_000]))
+    with pytest.raises(UnreadableError, match=r"bytes came of a range of \d+ \(2 tries\)"):
+        ckptfix.check("memory://short/a.pth")
 
 
 @pytest.mark.parametrize(
