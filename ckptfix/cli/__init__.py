@@ -9,7 +9,7 @@ __all__ = ["main"]
 
 # Allocations between two garbage collections; Python's default is 700. Starting up and parsing a file allocate many
 # objects, almost none of which is garbage.
-_NEW_OBJECTS = 50_000
+_GC_THRESHOLD = 50_000
 
 # Bytes of address space that an import needs.
 _ADDRESSES = {"ckptfix.cli.program": 120_000_000, "numpy": 120_000_000, "torch": 560_000_000}
@@ -42,7 +42,7 @@ def _respect_memory_limit() -> None:
 
 def main() -> None:
     """Run the program and exit."""
-    gc.set_threshold(_NEW_OBJECTS)
+    gc.set_threshold(_GC_THRESHOLD)
     # Without this, Python collects garbage once more at exit, which takes a fifth of a check of names. With it, Triton,
     # which newer releases of torch import, would report leaks on stderr.
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())

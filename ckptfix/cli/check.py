@@ -30,7 +30,7 @@ def check(run: Run, paths: Sequence[str]) -> int:
     Without --model or --like, only defects of the file itself are found. A folder that is not a checkpoint itself is
     searched for checkpoints."""
     console, choices = run.console, run.choices
-    with console.guarding():
+    with console.exiting_on_error():
         arguments = library_settings(choices, CHECK)
         writer = ReportWriter(console, choices)
         presentation = Presentation(CHECK, console.verbose, choices)
@@ -39,7 +39,7 @@ def check(run: Run, paths: Sequence[str]) -> int:
             for number, (path, report) in enumerate(zip(found, reports, strict=True), 1):
                 console.progress(f"checking {path}{f' ({number} of {len(found)})' if len(found) > 1 else ''}")
                 writer.write_report(path, presentation, report)
-                if console.is_hopeless:
+                if console.is_fatal:
                     break
         writer.close()
     return writer.exit_code
@@ -71,7 +71,7 @@ def _checkpoints(path: str) -> Iterable[str]:
     for item in list_zoo(open_place(path)):
         # A trainer's files are read together with the weights next to them, here and in the folders of other steps.
         is_left = is_of_library and OF_TRAINERS.fullmatch(Path(item.name).name)
-        if item.kind is ItemKind.OTHER or is_left or (item.forgiven and _fails_with(item.forgiven, path, item.name)):
+        if item.kind is ItemKind.OTHER or is_left or (item.tolerates and _fails_with(item.tolerates, path, item.name)):
             continue
         kept.append(item.name)
     if is_of_library and sum("/" not in name for name in kept) < 2:

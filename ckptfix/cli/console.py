@@ -118,13 +118,13 @@ def handle_signals() -> None:
 class Console(Struct):
     """The output streams of a command.
 
-    ``failures`` has the message of every error shown, and whether the file is built to run code. ``is_hopeless`` is set
+    ``failures`` has the message of every error shown, and whether the file is built to run code. ``is_fatal`` is set
     after an error that all other files would have too."""
 
     quiet: bool = False
     verbose: bool = False
     failures: list[tuple[str, bool]] = field(default_factory=list)
-    is_hopeless: bool = False
+    is_fatal: bool = False
     _shows_progress: bool = False
     _begun: float = field(default_factory=time.monotonic)
 
@@ -152,7 +152,7 @@ class Console(Struct):
             self._shows_progress = True
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def showing_progress(self) -> Iterator[None]:
         """Show the progress of the work in the block: live on a terminal, otherwise as a line every ten seconds."""
         meter = Meter(self.progress) if sys.stderr.isatty() else Meter(self.note, SELDOM)
         with watched_by(meter):
@@ -165,7 +165,7 @@ class Console(Struct):
             self._shows_progress = False
 
     @contextmanager
-    def surviving(self, source: str = "", *others: str) -> Iterator[None]:
+    def reporting_errors(self, source: str = "", *others: str) -> Iterator[None]:
         """Show an error raised in the block, with ``source`` in front, and go on. A signal or a closed pipe ends the
         program.
 
@@ -180,11 +180,11 @@ class Console(Struct):
             # The traceback of the user's code, without frames of ours.
             _write_error_text(error.traceback_text)
             self._fail(_worded(error))
-            self.is_hopeless = True
+            self.is_fatal = True
         except UsageError as error:
             self._fail(_worded(error))
             # An error that is not about this file would recur for all others.
-            self.is_hopeless = bool(source) and not _begins_with([source], str(error))
+            self.is_fatal = bool(source) and not _begins_with([source], str(error))
         except CkptfixError as error:
             self._fail(_naming(names, _worded(error)), isinstance(error, HostileError) and error.runs_code)
         except BrokenPipeError:
@@ -207,10 +207,10 @@ class Console(Struct):
             self._fail(_naming(names, _too_little(error) or _bug(error)))
 
     @contextmanager
-    def guarding(self, source: str = "", form: str = "full") -> Iterator[None]:
+    def exiting_on_error(self, source: str = "", form: str = "full") -> Iterator[None]:
         """Show an error raised in the block, for the format ``json`` also on stdout, and exit with code 2."""
         failed_before = len(self.failures)
-        with self.surviving(source):
+        with self.reporting_errors(source):
             yield
         if len(self.failures) > failed_before:
             if form == "json":

@@ -45,7 +45,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
 
     Exit codes: 0 recognised; 1 not known; 2 the command is wrong, or the file cannot be read."""
     console, choices, file = run.console, run.choices, run.choices.get("file")
-    with console.guarding(file or ""):
+    with console.exiting_on_error(file or ""):
         given, form = _given(text, console), choices.get("output_format", "full")
         # Imported here because --help and --version do not need it.
         from ckptfix.explain import MessageContext, Verdict, judge, nearest

@@ -40,12 +40,12 @@ def migrate(run: Run, source: str, destination: str | None) -> int:
 
     Exit codes: 0 all files are fine or repaired; 1 some need a decision; 2 some could not be read, or failed."""
     console, choices = run.console, run.choices
-    with console.guarding():
+    with console.exiting_on_error():
         if choices.get("init"):
             return draft(console, source, destination, choices)
         if destination is None:
             raise UsageError("name the folder or URL for the new zoo: ckptfix migrate SRC DST")
-        return _migrate(console, source, destination, choices, of_a_repair(run.given))
+        return _migrate(console, source, destination, choices, repair_options(run.given))
 
 
 def _migrate(
@@ -135,7 +135,7 @@ def _read(file: str) -> str:
         raise UsageError(Opt("listed", file), f": cannot be read: {error.strerror}") from error
 
 
-def of_a_repair(choices: Mapping[str, Any]) -> dict[str, Any]:
+def repair_options(choices: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that say how files are repaired, which zoo.toml may contain too."""
     return {name: value for name, value in choices.items() if BY_NAME[name].scope in (Scope.REPAIR, Scope.ONE_FILE)}
 
@@ -148,7 +148,7 @@ def tables(
 
     usual = Path(FILE_NAME)
     file = Path(choices["table"]) if choices.get("table") is not None else usual if usual.is_file() else None
-    everything = of_a_repair(choices)
+    everything = repair_options(choices)
     if file is not None and choices.get("table") is None:
         console.note(f"using {file}")
     elif file is None and (unused := Path(place, FILE_NAME)).is_file():

@@ -42,8 +42,8 @@ class ReportWriter:
             for name in ("like", "fill", "compare", "apply")
             if name in presentation.choices
         ]
-        with self._console.surviving(source, *beside):
-            with self._console.watching():
+        with self._console.reporting_errors(source, *beside):
+            with self._console.showing_progress():
                 report = make()
             for form in self._forms:
                 self._console.write(form.add(report, presentation), plain=form.is_for_programs)

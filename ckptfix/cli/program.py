@@ -87,7 +87,7 @@ class Program(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, or print the version."""
         if ctx.params["version"]:
-            with Console().guarding():
+            with Console().exiting_on_error():
                 write_output("".join(f"{line}\n" for line in _version_lines(ctx.params["verbose"])))
             return 0
         return super().invoke(ctx)
@@ -212,7 +212,7 @@ def _call(function: Callable[..., int], **parameters: Any) -> int:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     console = Console(quiet=bool(given.get("quiet")), verbose=bool(given.get("verbose")))
-    with console.guarding():
+    with console.exiting_on_error():
         configuration = load_configuration()
         choices = choose(function.__name__, given, configuration)
         console.quiet, console.verbose = bool(choices.get("quiet")), bool(choices.get("verbose"))

@@ -25,7 +25,7 @@ ARGUMENTS = {"repair": (Argument("path", "PATH", "The checkpoint. It is never ch
 def repair(run: Run, path: str) -> int:
     """Write a checkpoint that loads, and prove it."""
     console, choices = run.console, run.choices
-    with console.guarding():
+    with console.exiting_on_error():
         output, in_place = choices.get("output"), choices.get("in_place", False)
         if choices.get("plan") and choices.get("apply"):
             why = " exclude each other: a plan is either written or applied"

@@ -51,7 +51,7 @@ def inspect(run: Run, path: str) -> int:
     tensor is read."""
     console, choices = run.console, run.choices
     form = choices.get("output_format", "full")
-    with console.guarding(path, form), console.watching():
+    with console.exiting_on_error(path, form), console.showing_progress():
         import ckptfix
         from ckptfix.report.advice import Presentation
         from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines, size_on_disk
@@ -76,7 +76,7 @@ def diff(run: Run, a: str, b: str) -> int:
     Exit codes: 0 no difference; 1 differences; 2 a file cannot be read."""
     console, choices = run.console, run.choices
     form = choices.get("output_format", "full")
-    with console.guarding(form=form), console.watching():  # an error names the file that it is about
+    with console.exiting_on_error(form=form), console.showing_progress():  # an error names the file that it is about
         from ckptfix.comparison import diff as compare_files
         from ckptfix.comparison.difference import difference_lines, difference_to_json
 
@@ -98,7 +98,7 @@ def map(run: Run, a: str, b: str) -> int:
     Exit codes: 0 each key of B has a source; 1 some have none or several, or nothing is proved; 2 a file cannot be
     read."""
     console, choices = run.console, run.choices
-    with console.guarding():
+    with console.exiting_on_error():
         import ckptfix
         from ckptfix.core.rename_map import AMBIGUOUS
 
@@ -131,7 +131,7 @@ def rule(run: Run, code: str | None) -> int:
 
     It says what the rule finds, why that matters, when the fix is safe, with an example and sources."""
     console, all = run.console, run.choices.get("all", False)
-    with console.guarding():
+    with console.exiting_on_error():
         from ckptfix.rules import RULES
 
         if all == (code is not None):

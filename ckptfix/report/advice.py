@@ -172,7 +172,7 @@ def suggested(report: Report, presentation: Presentation) -> Iterator[tuple[tupl
 
 def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield the options of each repair that fixes what remains, with its price."""
-    found, choices = settling(report), _effective(report, presentation.choices)
+    found, choices = remedy_choices(report), _effective(report, presentation.choices)
     remedies = found[0]
     # Repeating the command is only useful after a check or a dry run, and only if its result could be loaded strictly.
     is_new = option_words(with_remedies(choices, remedies)) != option_words(choices)
@@ -208,7 +208,7 @@ def _offers_sets(finding: Finding) -> bool:
     return any(name == "weights" for remedy in remedies_of(finding)[:1] for name, _ in remedy.options)
 
 
-def settling(report: Report) -> list[tuple[Remedy, ...]]:
+def remedy_choices(report: Report) -> list[tuple[Remedy, ...]]:
     """Return the remedies that one command can carry out: the recommended ones, then the same with each other value of
     an option that a finding lets the user choose.
 
@@ -271,7 +271,7 @@ def price_text(report: Report, remedies: Sequence[Remedy]) -> str:
     return f"{named} {verb} untrained: {percent(sum(untrained.values()), report.coverage.parameters)} of the model"
 
 
-def comparing(
+def comparison_command(
     report: Report, presentation: Presentation
 ) -> tuple[Callable[[Mapping[str, Any]], str], Mapping[str, Any]]:
     """Return the function that words the command comparing the file, or the written one, with a known model, and the

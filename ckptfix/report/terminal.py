@@ -12,7 +12,7 @@ from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.report import Report, plain
 from ckptfix.core.settings import Settings
 from ckptfix.core.wording import first_names
-from ckptfix.report.advice import Presentation, advice_lines, comparing, mark, message_with_count
+from ckptfix.report.advice import Presentation, advice_lines, comparison_command, mark, message_with_count
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
@@ -64,7 +64,7 @@ def _result_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
         yield f"written: nothing{reason}"
     yield from (f"note: {remark}" for remark in report.remarks)
     if report.likeness is not None:
-        yield from likeness_lines(report.likeness, *comparing(report, presentation))
+        yield from likeness_lines(report.likeness, *comparison_command(report, presentation))
     yield from advice_lines(report, presentation)
     if report.output is not None and report.written_as:
         yield ("load it with: ", Span(loading_code(report, presentation.choices), "strong"))

@@ -33,9 +33,9 @@ from ckptfix.smoke.forward import (
 )
 from ckptfix.smoke.inputs import Arguments, Draw, RandomInput, parse_inputs, scale_check
 from ckptfix.smoke.outcome import (
-    AFTERTHOUGHTS,
     CHECKPOINT,
     ENVIRONMENT,
+    LATER_STAGES,
     MODEL,
     ExamOutcome,
     Gradients,
@@ -101,7 +101,7 @@ class _Examination:
 
     def fail(self, error: BaseException) -> None:
         """Add an error to the outcome."""
-        if self.stage in AFTERTHOUGHTS:  # these say nothing about the checkpoint
+        if self.stage in LATER_STAGES:  # these say nothing about the checkpoint
             return
         failure = diagnose(self.stage, error)
         if self.stage == "training":

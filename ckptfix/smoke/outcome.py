@@ -17,7 +17,7 @@ from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import CkptfixError, TargetError
 
 # Stages after the verdict, which do not change it.
-AFTERTHOUGHTS = ("devices", "control", "compare")
+LATER_STAGES = ("devices", "control", "compare")
 ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkpoint"  # what is to blame for a failure
 
 

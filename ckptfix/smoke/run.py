@@ -23,10 +23,10 @@ from ckptfix.smoke.forward import check_device_name
 from ckptfix.smoke.inputs import parse_inputs
 from ckptfix.smoke.launch import NO_ANSWER, Ending, death, launch
 from ckptfix.smoke.outcome import (
-    AFTERTHOUGHTS,
     CHECKPOINT,
     ENVIRONMENT,
     INPUT,
+    LATER_STAGES,
     MODEL,
     ExamOutcome,
     Failure,
@@ -120,7 +120,7 @@ def _complete(ending: Ending, timeout: float) -> ExamOutcome:
     outcome: ExamOutcome = ending.outcome
     if ending.answered:
         return outcome
-    if ending.stage in AFTERTHOUGHTS:
+    if ending.stage in LATER_STAGES:
         unfinished = (_NOT_COMPARED,) if ending.stage == "devices" else ()
         return replace(outcome, notes=(*outcome.notes, *unfinished))
     failure = death(ending, timeout)

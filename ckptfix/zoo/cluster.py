@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.zoo.engine import Engine
-from ckptfix.zoo.job import Done, Job, Workplace, failed
+from ckptfix.zoo.job import Done, Job, JobFiles, failed
 from ckptfix.zoo.manifest import version
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.resources import cost_of
@@ -180,7 +180,7 @@ def perform_on_node(job: Job, scratch: str, folder: str, expected: str) -> Done:
             return failed(job, f"{file}: is needed ({name}) and is not on the node {node}; share it")
     place = Path(tempfile.gettempdir(), scratch)  # an absolute `scratch` stays itself
     place.mkdir(parents=True, exist_ok=True)
-    Workplace(place, job.number).clear()  # from an attempt that was killed here
+    JobFiles(place, job.number).clear()  # from an attempt that was killed here
     try:
         done = perform(job, place)
     except CkptfixError as error:

@@ -25,7 +25,7 @@ from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.copying import CHUNK
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.writing.atomic import flush_file
-from ckptfix.zoo.job import Done, Staged, Workplace
+from ckptfix.zoo.job import Done, JobFiles, Staged
 from ckptfix.zoo.manifest import Journal, Outcome, Record
 from ckptfix.zoo.places import Place
 
@@ -173,7 +173,7 @@ class Committer:
             record = replace(nothing, outcome=Outcome.FAILED, error=str(error))
             done = replace(done, record=record, weights=None, staged=())
         if len(done.staged) != 1:
-            Workplace(self._scratch, done.number).clear()  # the folder of shards is still there
+            JobFiles(self._scratch, done.number).clear()  # the folder of shards is still there
         return done
 
     def _check_folder(self, folder: Path, root: Path) -> None:

@@ -33,7 +33,7 @@ from ckptfix.report.likeness import likeness_text
 from ckptfix.report.style import elements
 from ckptfix.zoo.items import Item
 from ckptfix.zoo.places import Place
-from ckptfix.zoo.survey import Group, Sight, gather, survey
+from ckptfix.zoo.survey import Group, ItemSummary, gather, survey
 
 _FAMILIES = Path(__file__).with_name("families.toml")
 _BUILDERS = ("timm", "torchvision")  # libraries whose models are recognised in names of files
@@ -155,10 +155,10 @@ _DEFAULTS = """\
 """
 
 
-def write_draft(zoo: str, found: Found, sights: Sequence[Sight], others: int) -> str:
+def write_draft(zoo: str, found: Found, summaries: Sequence[ItemSummary], others: int) -> str:
     """Return the text of ``zoo.toml``: an introduction, defaults, a table for each group, and open questions."""
-    read = sum(len(group.sights) for group, _ in found)
-    counts = f"{counted(len(sights), 'checkpoint')} in {zoo}: {read} read, {len(sights) - read} not; "
+    read = sum(len(group.summaries) for group, _ in found)
+    counts = f"{counted(len(summaries), 'checkpoint')} in {zoo}: {read} read, {len(summaries) - read} not; "
     lines = [*comment(f"{counts}{counted(len(found), 'layout')} of keys. {counted(others, 'other file')}."), "#"]
     for paragraph in _INTRODUCTION.format(zoo=typed([no_option(zoo)])).splitlines():
         lines += comment(paragraph)
@@ -167,14 +167,14 @@ def write_draft(zoo: str, found: Found, sights: Sequence[Sight], others: int) ->
     lines += _DEFAULTS.splitlines()
     for number, (group, architecture) in enumerate(found, 1):
         lines += ["", *_group(number, group, architecture, found)]
-    lines += ["", *_open(found, sights)]
+    lines += ["", *_open(found, summaries)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _group(number: int, group: Group, found: Architecture, groups: Found) -> Iterator[str]:
     shapes = group.layout.shapes
     size = f"{counted(len(shapes), 'tensor')}, {elements(group.layout.numel)}"
-    yield f"# {number}. {found.title}: {counted(len(group.sights), 'file')}, {size} ".ljust(WIDTH, "-")
+    yield f"# {number}. {found.title}: {counted(len(group.summaries), 'file')}, {size} ".ljust(WIDTH, "-")
     yield from comment(f"{found.confidence.value}: {found.evidence[0] if found.evidence else found.title}")
     for line in (*found.evidence[1:], *_nearest(number, group, groups), *_circumstances(group)):
         yield from comment(line, "# - ")
@@ -213,24 +213,24 @@ def _nearest(number: int, group: Group, groups: Found) -> Iterator[str]:
 
 def _circumstances(group: Group) -> Iterator[str]:
     """Yield remarks on the files of a group: prefixes, dtypes, age and damage."""
-    sights = group.sights
-    for prefix, names in _by(sights, lambda sight: sight.prefix):
+    summaries = group.summaries
+    for prefix, names in _by(summaries, lambda summary: summary.prefix):
         # Without a model, the rules only remove what is certainly a wrapper's.
         condition = "" if prefix.startswith(("module.", "_")) else " if a model is named"
         place = "the keys contain" if prefix.startswith("_") else "the keys begin with"
-        yield f"{place} {prefix}, which is removed{condition}: {_which(names, sights)}"
-    dtypes = _by(sights, lambda sight: "/".join(sight.dtypes))
+        yield f"{place} {prefix}, which is removed{condition}: {_which(names, summaries)}"
+    dtypes = _by(summaries, lambda summary: "/".join(summary.dtypes))
     if [dtype for dtype, _ in dtypes] != ["float32"]:
-        yield from (f"stored as {dtype}: {_which(names, sights)}" for dtype, names in dtypes)
-    if old := [sight.name for sight in sights if not sight.counters]:
-        yield f"norms without num_batches_tracked, as before torch 0.4.1; it is added: {_which(old, sights)}"
-    if damaged := [sight.name for sight in sights if sight.is_damaged]:
-        yield f"damaged, but readable: {_which(damaged, sights)}"
+        yield from (f"stored as {dtype}: {_which(names, summaries)}" for dtype, names in dtypes)
+    if old := [summary.name for summary in summaries if not summary.counters]:
+        yield f"norms without num_batches_tracked, as before torch 0.4.1; it is added: {_which(old, summaries)}"
+    if damaged := [summary.name for summary in summaries if summary.is_damaged]:
+        yield f"damaged, but readable: {_which(damaged, summaries)}"
 
 
 def _weights(group: Group) -> Iterator[str]:
     """Yield the choice between the state_dicts of files that have several."""
-    first = group.sights[0]
+    first = group.summaries[0]
     if not first.candidates:
         return
     rest = [each for each in first.candidates if each != first.weights]
@@ -241,37 +241,37 @@ def _weights(group: Group) -> Iterator[str]:
     yield f"# weights = {quoted((averaged or rest or [first.weights])[0])}"
 
 
-def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
+def _open(found: Found, summaries: Sequence[ItemSummary]) -> Iterator[str]:
     """Yield the unknown groups and unreadable files, with tables for what can be done."""
     unknown = [group for group, architecture in found if architecture.confidence is Confidence.UNKNOWN]
-    unread = [sight for sight in sights if sight.layout is None]
+    unread = [summary for summary in summaries if summary.layout is None]
     if not (unknown or unread):
         return
     yield "# Open questions ".ljust(WIDTH, "-")
     for group in unknown:
         yield from comment(f"which model this is: {first_names(group.names, _FEW)}", "# - ")
-    for sight in sorted(unread, key=lambda sight: (not sight.is_hostile, sight.name)):
-        yield from comment(f"{sight.name}: {sight.fault}", "# - ")
-        if sight.whole:
+    for summary in sorted(unread, key=lambda summary: (not summary.is_hostile, summary.name)):
+        yield from comment(f"{summary.name}: {summary.fault}", "# - ")
+        if summary.whole:
             yield "#   [[files]]"
-            yield f"#   match = {quoted('/' + glob.escape(sight.name))}"
-            if sight.is_hostile:
+            yield f"#   match = {quoted('/' + glob.escape(summary.name))}"
+            if summary.is_hostile:
                 yield "#   disarm = true   # writes only its tensors, and runs nothing in it"
             else:
-                yield f"#   salvage = true   # {counted(sight.whole, 'tensor')} are complete"
+                yield f"#   salvage = true   # {counted(summary.whole, 'tensor')} are complete"
 
 
-def _by(sights: Iterable[Sight], key: Callable[[Sight], str]) -> list[tuple[str, list[str]]]:
+def _by(summaries: Iterable[ItemSummary], key: Callable[[ItemSummary], str]) -> list[tuple[str, list[str]]]:
     """Return the names of the files grouped by a non-empty ``key``, the most frequent first."""
     found: dict[str, list[str]] = {}
-    for sight in sights:
-        if said := key(sight):
-            found.setdefault(said, []).append(sight.name)
+    for summary in summaries:
+        if said := key(summary):
+            found.setdefault(said, []).append(summary.name)
     return sorted(found.items(), key=lambda entry: (-len(entry[1]), entry[0]))
 
 
-def _which(names: Sequence[str], sights: Sequence[Sight]) -> str:
-    return "all" if len(names) == len(sights) else first_names(names, _FEW)
+def _which(names: Sequence[str], summaries: Sequence[ItemSummary]) -> str:
+    return "all" if len(names) == len(summaries) else first_names(names, _FEW)
 
 
 def quoted(text: str) -> str:
@@ -301,13 +301,13 @@ def texts(name: str, given: Iterable[str]) -> Iterator[str]:
 
 def draft_table(place: Place, items: Sequence[Item], room: float | None = None) -> str:
     """Return the text of a ``zoo.toml`` for a zoo, deterministically. ``room`` is passed to ``survey``."""
-    sights = survey(place, items, room)
-    seen = {sight.name for sight in sights}
+    summaries = survey(place, items, room)
+    seen = {summary.name for summary in summaries}
     others = [item.name for item in items if item.name not in seen]
     found = []
-    for group in gather(sights, others):
-        classes = [sight.whole_model for sight in group.sights if sight.whole_model]
+    for group in gather(summaries, others):
+        classes = [summary.whole_model for summary in group.summaries if summary.whole_model]
         found.append((group, find_architecture(group.layout.shapes, classes, group.names)))
     named = {group.layout.digest: each for group, each in reversed(found) if each.model or each.like}
     same = [(group, each if each.model or each.like else named.get(group.layout.digest, each)) for group, each in found]
-    return write_draft(place.name, same, sights, len(others))
+    return write_draft(place.name, same, summaries, len(others))

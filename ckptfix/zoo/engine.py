@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from ckptfix.core.options import key_text
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.smoke.launch import die_with, signal_name
-from ckptfix.zoo.job import Done, Job, Workplace, failed
+from ckptfix.zoo.job import Done, Job, JobFiles, failed
 from ckptfix.zoo.resources import Budget, Cost, cost_of, memory_of
 from ckptfix.zoo.workspace import temporary_folder
 
@@ -90,16 +90,16 @@ class Engine(Struct):
         """Check the running jobs; called regularly. Ends those that take too long."""
         for running, (job, began) in list(self._under_way.items()):
             if time.monotonic() - began > (limit := self.patience(job)):
-                self._bury(running, f"it took longer than {limit:.0f} s", on_done, again=False)
+                self._give_up(running, f"it took longer than {limit:.0f} s", on_done, again=False)
 
-    def _bury(self, running: Any, cause: str, on_done: Callable[[Done], None], again: bool = True) -> None:
+    def _give_up(self, running: Any, cause: str, on_done: Callable[[Done], None], again: bool = True) -> None:
         """Kill a running job, and try it once more or let it fail."""
         job, _ = self._under_way.pop(running)
         self._end(running, job)
         self._fail(job, cause, on_done, again)
 
     def _fail(self, job: Job, cause: str, on_done: Callable[[Done], None], again: bool = True) -> None:
-        Workplace(self.scratch, job.number).clear()
+        JobFiles(self.scratch, job.number).clear()
         if again and job.attempt == 1:
             self._again.append(replace(job, attempt=2))
         else:
@@ -288,7 +288,7 @@ class LocalEngine(Engine):
             cause = (
                 f"it took {taken >> 20} MiB of memory, more than --memory allows; run the same command again with more"
             )
-            self._bury(largest, cause, on_done, again=len(busy) > 1)
+            self._give_up(largest, cause, on_done, again=len(busy) > 1)
 
 
 def _cost(job: Job) -> Cost:
@@ -297,8 +297,8 @@ def _cost(job: Job) -> Cost:
 
 # Allocations between two garbage collections; Python's default is 700. A file takes many, and its garbage can wait for
 # a few other files.
-_NEW_OBJECTS = 5_000
-_EASY_PREY = b"600"  # if memory runs out, the kernel should kill a worker, not the driver or another program
+_GC_THRESHOLD = 5_000
+_OOM_SCORE = b"600"  # if memory runs out, the kernel should kill a worker, not the driver or another program
 
 
 def main() -> None:
@@ -307,13 +307,13 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     pipe = Connection(descriptor)
     faulthandler.enable()
-    gc.set_threshold(_NEW_OBJECTS)
+    gc.set_threshold(_GC_THRESHOLD)
     # Without this, Python collects garbage in all of torch at exit; see ``ckptfix.cli`` about Triton.
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     die_with(driver)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_bytes(_EASY_PREY)
+        Path("/proc/self/oom_score_adj").write_bytes(_OOM_SCORE)
     from ckptfix.zoo.performing import perform  # imported late: a worker without a driver ends at once
 
     while True:

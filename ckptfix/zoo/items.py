@@ -181,7 +181,7 @@ class Item(Struct, frozen=True):
     is_doubtful: bool = False
 
     @property
-    def forgiven(self) -> type[UnreadableError] | None:
+    def tolerates(self) -> type[UnreadableError] | None:
         """The error on opening it that makes it an OTHER: any unreadable file if it may contain anything, or a file
         without weights if a trainer's files have its name. None if every error has to be reported."""
         if self.is_doubtful:

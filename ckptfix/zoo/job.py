@@ -25,7 +25,7 @@ class Others(str, Enum):
     SKIP = "skip"
 
 
-class Workplace(Struct, frozen=True):
+class JobFiles(Struct, frozen=True):
     """The temporary files of one job. Their names start with its number, so that they can be removed if it dies.
 
     A folder for each job would cost more than the one small file that most jobs write."""
@@ -92,9 +92,9 @@ class Job(Struct, frozen=True):
             return self.treatment.output_name(self.item.name, is_folder=True)
         return self.output
 
-    def shown(self, text: str, workplace: Workplace) -> str:
+    def shown(self, text: str, files: JobFiles) -> str:
         """Return a message with temporary paths replaced by names in the zoo."""
-        own = f"{workplace.scratch}/{workplace.number}."
+        own = f"{files.scratch}/{files.number}."
         for prefix in (f"{own}{SOURCE}/", own, f"{Path(self.source)}/"):
             if prefix != "./":  # paths below "." have no prefix, and "../" must stay
                 text = re.sub(rf"(?<![\w./-]){re.escape(prefix)}", "", text)

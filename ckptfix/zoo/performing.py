@@ -28,13 +28,13 @@ from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, UnreadableError, UsageError
 from ckptfix.repairing import check, repair
-from ckptfix.report.advice import price_text, remedies_of, settling, with_remedies
+from ckptfix.report.advice import price_text, remedies_of, remedy_choices, with_remedies
 from ckptfix.report.page.data import weights_to_json
 from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.committing import copy_file, deliver_staged, sha256_of_files
 from ckptfix.zoo.items import Item, ItemKind, on_this_machine
-from ckptfix.zoo.job import SOURCE, Done, Job, Others, Staged, Workplace, failed
+from ckptfix.zoo.job import SOURCE, Done, Job, JobFiles, Others, Staged, failed
 from ckptfix.zoo.manifest import Outcome, Record, free_name, line_of
 from ckptfix.zoo.naming import name_with_hash, wrong_hash
 from ckptfix.zoo.places import Place, open_place
@@ -50,7 +50,7 @@ SMALL = 64 << 20
 _OF_THE_SOURCE = {"weights", "member", "salvage", "format"}
 
 
-def treated(job: Job, path: Path, area: Workplace) -> Done:
+def repair_item(job: Job, path: Path, area: JobFiles) -> Done:
     """Repair a checkpoint into the scratch folder, or copy it there if there is nothing to repair."""
     goal = job.written_name
     are_several = job.treatment.settings.get("shard_size") is not None or bool(job.item.beside)
@@ -118,7 +118,7 @@ def _with_fitting_recipes(work: Callable[..., T], path: Path, arguments: Mapping
             arguments = {**arguments, "adapt": kept}
 
 
-def adopted(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
+def adopt_output(job: Job, path: Path, destination: Place, area: JobFiles) -> Done:
     """Check an output that was added by hand after a decision was asked for, and keep it."""
     assert destination.root is not None, "use migrate to decide about files on another machine"
     goal = destination.root / job.written_name
@@ -137,7 +137,7 @@ def adopted(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
     return Done(job.number, replace(record, remarks=(*record.remarks, by_hand)))
 
 
-def mirrored(job: Job, path: Path, area: Workplace) -> Done:
+def copy_other(job: Job, path: Path, area: JobFiles) -> Done:
     """Copy a file that is not a checkpoint, under its own name unless the migration itself writes that name."""
     if job.others is Others.SKIP or job.item.fault is not None:
         remarks = (job.item.fault,) if job.item.fault is not None else ()
@@ -171,7 +171,7 @@ def _root_of(job: Job, path: Path) -> Path:
     return path.parents[depth - 1] if depth else path
 
 
-def _copied(job: Job, path: Path, output: str, area: Workplace) -> tuple[Staged, ...]:
+def _copied(job: Job, path: Path, output: str, area: JobFiles) -> tuple[Staged, ...]:
     """Copy an item's files to the scratch folder. The files of a folder keep their names in the destination."""
     root = _root_of(job, path)
     files = [(root / part.name, part.name) for part in job.item.parts] or [(path, output)]
@@ -210,7 +210,7 @@ def _is_flushed_later(job: Job) -> bool:
     return job.fetches or (job.is_grouped and job.item.size <= SMALL)
 
 
-def _reported(job: Job, report: Report, area: Workplace) -> Mapping[str, Any]:
+def _reported(job: Job, report: Report, area: JobFiles) -> Mapping[str, Any]:
     """Return the fields of a record that come from a report."""
     data = report.to_json(fixes=False)
     fields = {name: data[name] for name in ("format", "tensors", "numel", "target", "coverage", "smoke")}
@@ -221,7 +221,7 @@ def _reported(job: Job, report: Report, area: Workplace) -> Mapping[str, Any]:
 def perform(job: Job, scratch: Path) -> Done:
     """Do a job; never raises because of the file. Leaves only staged files in ``scratch``."""
     began, peak = time.perf_counter(), Peak()
-    area = Workplace(scratch, job.number)
+    area = JobFiles(scratch, job.number)
     try:
         done = _perform(job, area)
     except (UnreadableError, HostileError, UsageError) as error:
@@ -248,7 +248,7 @@ def _is_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _perform(job: Job, area: Workplace) -> Done:
+def _perform(job: Job, area: JobFiles) -> Done:
     source, destination = open_place(job.source), open_place(job.destination)
     if job.known is not None and _still_holds(job.known, job.item, source, destination, area):
         return Done(job.number, job.known, is_known=True)
@@ -269,21 +269,21 @@ def _perform(job: Job, area: Workplace) -> Done:
     return done
 
 
-def _done(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
+def _done(job: Job, path: Path, destination: Place, area: JobFiles) -> Done:
     """Return the result for an item at a local path."""
     if job.item.kind is ItemKind.OTHER:
-        return mirrored(job, path, area)
+        return copy_other(job, path, area)
     if job.adopts:
-        return adopted(job, path, destination, area)
+        return adopt_output(job, path, destination, area)
     try:
-        return treated(job, path, area)
+        return repair_item(job, path, area)
     except UnreadableError as error:
-        if job.item.forgiven and isinstance(error, job.item.forgiven):
-            return mirrored(job, path, area)
+        if job.item.tolerates and isinstance(error, job.item.tolerates):
+            return copy_other(job, path, area)
         raise
 
 
-def _refused(job: Job, error: CkptfixError, area: Workplace, path: Path | None = None) -> Done:
+def _refused(job: Job, error: CkptfixError, area: JobFiles, path: Path | None = None) -> Done:
     outcome = Outcome.DECISION if isinstance(error, UsageError) else Outcome.FAILED
     if isinstance(error, (UnreadableError, HostileError)):
         outcome = Outcome.UNREADABLE
@@ -299,7 +299,7 @@ def _refused(job: Job, error: CkptfixError, area: Workplace, path: Path | None =
     return Done(job.number, record)
 
 
-def _still_holds(known: Record, item: Item, source: Place, destination: Place, area: Workplace) -> bool:
+def _still_holds(known: Record, item: Item, source: Place, destination: Place, area: JobFiles) -> bool:
     """Return whether the source and the output still have the digests recorded by an earlier run."""
     names = [part.name for part in item.parts] or [item.name]
     if known.sha256 is not None and known.sha256 != _digest(source, names, bool(item.parts), area):
@@ -310,7 +310,7 @@ def _still_holds(known: Record, item: Item, source: Place, destination: Place, a
     return known.output_sha256 == _digest(destination, written, bool(known.output_parts), area)
 
 
-def _digest(place: Place, names: Iterable[str], is_folder: bool, area: Workplace) -> str | None:
+def _digest(place: Place, names: Iterable[str], is_folder: bool, area: JobFiles) -> str | None:
     """Return the SHA-256 of files in a place as hex digits; None if one is missing."""
     names = list(names)
     if any(place.entry(name) is None for name in names):
@@ -342,7 +342,7 @@ def decisions_for(job: Job, report: Report) -> list[dict[str, Any]]:
     before the others, and then accepting it as it is."""
     given, left = job.treatment.choices, report.left
     by_itself = ((remedy,) for finding in left for remedy in remedies_of(finding))
-    ways = [_way(job, report, remedies) for remedies in (*settling(report), *by_itself)]
+    ways = [_way(job, report, remedies) for remedies in (*remedy_choices(report), *by_itself)]
     ways.sort(key=lambda way: way["command"] is None)
     if not refusal(report, parsed_settings(job.treatment.settings)):
         codes = dict.fromkeys((*given.get("accept", ()), *(finding.code for finding in left)))

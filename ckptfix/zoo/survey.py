@@ -64,7 +64,7 @@ class ItemLayout(Struct, frozen=True, dict=True):
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 
-class Sight(Struct, frozen=True):
+class ItemSummary(Struct, frozen=True):
     """What the survey found in one checkpoint. Without a layout, it could not be read, and ``fault`` says why."""
 
     name: str
@@ -81,23 +81,23 @@ class Sight(Struct, frozen=True):
     whole: int = 0  # the tensors that a decision could save from a file without a layout
 
 
-def survey(place: Place, items: Sequence[Item], room: float | None = None) -> list[Sight]:
-    """Return the sight of each item that is a checkpoint, in order. Equal layouts are one object.
+def survey(place: Place, items: Sequence[Item], room: float | None = None) -> list[ItemSummary]:
+    """Return the summary of each item that is a checkpoint, in order. Equal layouts are one object.
 
     ``room`` is the bytes that copies of remote files may take on this machine, by default most of the free space."""
     layouts: dict[str, ItemLayout] = {}
     items = [item for item in items if item.kind is not ItemKind.OTHER]
-    sights = []
+    summaries = []
     task = Task(f"looking at {place.name}", sum(item.size for item in items))
     with temporary_folder() as scratch:
         readable = [item for item in items if item.fault is None]
         found = each_on_this_machine(place, readable, scratch, room_at(scratch) if room is None else room)
         for item in items:
-            sight = _seen(item, next(found), layouts) if item.fault is None else Sight(item.name, fault=item.fault)
-            if sight is not None:
-                sights.append(sight)
+            path = next(found) if item.fault is None else CkptfixError(item.fault)
+            if (summary := _summary_of(item, path, layouts)) is not None:
+                summaries.append(summary)
             task.advance(item.size)
-    return sights
+    return summaries
 
 
 def each_on_this_machine(
@@ -128,29 +128,29 @@ def each_on_this_machine(
             taken -= size
 
 
-def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, ItemLayout]) -> Sight | None:
-    if isinstance(path, CkptfixError):  # it could not be fetched
-        return Sight(item.name, fault=str(path))
+def _summary_of(item: Item, path: Path | CkptfixError, layouts: dict[str, ItemLayout]) -> ItemSummary | None:
+    if isinstance(path, CkptfixError):  # it cannot be fetched
+        return ItemSummary(item.name, fault=str(path))
     try:
         checkpoint = open_file(str(path))
     except CkptfixError as error:
-        if item.forgiven and isinstance(error, item.forgiven):
+        if item.tolerates and isinstance(error, item.tolerates):
             return None
         fault = str(error).replace(str(path), item.name).removeprefix(f"{item.name}: ")
         whole = 0
         if not (is_hostile := isinstance(error, HostileError)):
             with suppress(CkptfixError):
                 whole = len(open_file(str(path), salvage=True).specs)
-        return Sight(item.name, fault=fault, is_hostile=is_hostile, whole=whole)
+        return ItemSummary(item.name, fault=fault, is_hostile=is_hostile, whole=whole)
     if payload := [f"{fact.data['name']}()" for fact in checkpoint.remarked(Kind.PAYLOAD)]:
         fault = f"is built to run {', '.join(payload[:3])} when it is loaded"
-        return Sight(item.name, fault=fault, is_hostile=True, whole=len(checkpoint.specs))
+        return ItemSummary(item.name, fault=fault, is_hostile=True, whole=len(checkpoint.specs))
     shapes, prefix = plain_names({key: spec.shape for key, spec in checkpoint.specs.items()})
     layout = layout_of(shapes)
     layout = layouts.setdefault(layout.digest, layout)
     dtypes = Counter(spec.dtype for spec in checkpoint.specs.values() if spec.numel > 1)
     means = [key.removesuffix("running_mean") for key in checkpoint.specs if key.endswith("running_mean")]
-    return Sight(
+    return ItemSummary(
         item.name,
         layout,
         prefix,
@@ -215,32 +215,32 @@ class Group(Struct, frozen=True):
     """The checkpoints with one layout and the same choice of state_dicts."""
 
     layout: ItemLayout
-    sights: tuple[Sight, ...]
+    summaries: tuple[ItemSummary, ...]
     patterns: tuple[str, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of its files."""
-        return tuple(sight.name for sight in self.sights)
+        return tuple(summary.name for summary in self.summaries)
 
 
-def gather(sights: Sequence[Sight], others: Iterable[str]) -> list[Group]:
+def gather(summaries: Sequence[ItemSummary], others: Iterable[str]) -> list[Group]:
     """Return the groups of equal layout, the largest first. ``others`` are names that no pattern must match."""
-    by_layout: dict[tuple[str, ...], list[Sight]] = defaultdict(list)
-    for sight in sights:
-        if sight.layout is not None:
-            rivals = (sight.weights, *sight.candidates) if sight.candidates else ()
-            key = (sight.layout.digest, *rivals)
-            by_layout[key].append(sight)
-    unread = [sight.name for sight in sights if sight.layout is None]
-    names = {key: {sight.name for sight in members} for key, members in by_layout.items()}
+    by_layout: dict[tuple[str, ...], list[ItemSummary]] = defaultdict(list)
+    for summary in summaries:
+        if summary.layout is not None:
+            rivals = (summary.weights, *summary.candidates) if summary.candidates else ()
+            key = (summary.layout.digest, *rivals)
+            by_layout[key].append(summary)
+    unread = [summary.name for summary in summaries if summary.layout is None]
+    names = {key: {summary.name for summary in members} for key, members in by_layout.items()}
     known = _Names([*(name for members in names.values() for name in members), *unread, *others])
     groups = [
         Group(members[0].layout, tuple(members), tuple(known.patterns(names[key])))
         for key, members in by_layout.items()
         if members[0].layout is not None
     ]
-    return sorted(groups, key=lambda group: (-len(group.sights), group.names))
+    return sorted(groups, key=lambda group: (-len(group.summaries), group.names))
 
 
 class _Names:

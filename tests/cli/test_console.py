@@ -22,7 +22,7 @@ def throw(error):
 
 def told(error, capsys, source="a.pth", **settings):
     console = Console(**settings)
-    with console.surviving(source):
+    with console.reporting_errors(source):
         throw(error)
     out, err = capsys.readouterr()
     assert out == ""
@@ -31,7 +31,7 @@ def told(error, capsys, source="a.pth", **settings):
 
 def test_nothing_happens_without_an_error(capsys):
     console = Console()
-    with console.guarding("a.pth"):
+    with console.exiting_on_error("a.pth"):
         pass
     assert console.failures == []
     assert capsys.readouterr() == ("", "")
@@ -66,7 +66,7 @@ def test_an_error_is_one_line(error, line, capsys):
     console, err = told(error, capsys)
     assert err == f"ckptfix: error: {line}\n"
     assert len(console.failures) == 1
-    assert not console.is_hopeless
+    assert not console.is_fatal
 
 
 def test_a_torch_whose_libraries_do_not_load_is_named(tmp_path, capsys):
@@ -74,7 +74,7 @@ def test_a_torch_whose_libraries_do_not_load_is_named(tmp_path, capsys):
     broken.parent.mkdir()
     broken.write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     console = Console()
-    with console.surviving("a.pth"):
+    with console.reporting_errors("a.pth"):
         runpy.run_path(str(broken))
     assert capsys.readouterr().err == (
         "ckptfix: error: a.pth: this needs torch, which cannot be imported "
@@ -92,18 +92,18 @@ def test_a_torch_whose_libraries_do_not_load_is_named(tmp_path, capsys):
 )
 def test_what_concerns_every_file(error, hopeless, capsys):
     console, _ = told(error, capsys)
-    assert console.is_hopeless is hopeless
+    assert console.is_fatal is hopeless
 
 
 def test_a_short_name_is_not_found_in_the_words(capsys):
     console, err = told(UsageError("every rule is ignored"), capsys, source="e")
-    assert console.is_hopeless
+    assert console.is_fatal
     _, err = told(UnreadableError("the file is empty"), capsys, source="e")
     assert err == "ckptfix: error: e: the file is empty\n"
 
 
 def test_an_error_about_another_file_names_that_file(capsys):
-    with Console().surviving("a.pth", "like.pth"):
+    with Console().reporting_errors("a.pth", "like.pth"):
         throw(UnreadableError("like.pth: cut short"))
     assert capsys.readouterr().err == "ckptfix: error: like.pth: cut short\n"
 
@@ -131,7 +131,7 @@ def test_our_bug_has_a_traceback_with_verbose(capsys):
     [(KeyboardInterrupt(), 130, "Interrupt"), (Stopped(15), 143, "Terminated"), (Stopped(1), 129, "Hangup")],
 )
 def test_a_signal_ends_it_with_one_line(error, code, name, capsys):
-    with pytest.raises(click.exceptions.Exit) as end, Console().guarding("a.pth"):
+    with pytest.raises(click.exceptions.Exit) as end, Console().exiting_on_error("a.pth"):
         raise error
     assert end.value.exit_code == code
     line = f"ckptfix: error: a.pth: stopped ({name}): no unfinished file is left, and no source was changed\n"
@@ -144,21 +144,21 @@ def test_a_signal_after_the_file_is_in_place_says_so(capsys, tmp_path):
             deliver_file(temporary, tmp_path / "a.pth")
         raise KeyboardInterrupt
 
-    with pytest.raises(click.exceptions.Exit), Console().guarding("a.pth"):
+    with pytest.raises(click.exceptions.Exit), Console().exiting_on_error("a.pth"):
         stopped()
     assert f"no unfinished file is left, and {tmp_path}/a.pth is complete and in place\n" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_it_without_a_word(capsys, monkeypatch):
     monkeypatch.setattr("ckptfix.cli.console._close_quietly", lambda stream: None)
-    with pytest.raises(click.exceptions.Exit) as end, Console().guarding("a.pth"):
+    with pytest.raises(click.exceptions.Exit) as end, Console().exiting_on_error("a.pth"):
         raise BrokenPipeError
     assert end.value.exit_code == 141
     assert capsys.readouterr() == ("", "")
 
 
 def test_guarding_ends_with_two(capsys):
-    with pytest.raises(click.exceptions.Exit) as end, Console().guarding("a.pth"):
+    with pytest.raises(click.exceptions.Exit) as end, Console().exiting_on_error("a.pth"):
         raise UnreadableError("a.pth: cut short")
     assert end.value.exit_code == 2
     assert capsys.readouterr().err == "ckptfix: error: a.pth: cut short\n"
@@ -188,7 +188,7 @@ def test_progress_goes_away_before_anything_else(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     console = Console()
-    with console.surviving("a.pth"):
+    with console.reporting_errors("a.pth"):
         console.progress("checking a.pth")
         assert screen.getvalue() == "checking a.pth …"
     assert screen.getvalue() == "checking a.pth …\r\x1b[K"

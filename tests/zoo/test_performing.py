@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import ckptfix
 from ckptfix.zoo import performing
 from ckptfix.zoo.items import Item, ItemKind, list_zoo
-from ckptfix.zoo.job import Done, Job, Workplace
+from ckptfix.zoo.job import Done, Job, JobFiles
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.performing import perform
@@ -72,14 +72,14 @@ def test_shards_come_with_their_index(tmp_path):
 
 
 def test_a_changing_source_is_not_written_down_as_what_it_was(tmp_path, monkeypatch):
-    treated = performing.treated
+    repair_item = performing.repair_item
 
-    def slow(job: Any, path: Path, workplace: Any) -> Done:
-        result = treated(job, path, workplace)
+    def slow(job: Any, path: Path, files: Any) -> Done:
+        result = repair_item(job, path, files)
         path.write_bytes(path.read_bytes() + b"more")
         return result
 
-    monkeypatch.setattr(performing, "treated", slow)
+    monkeypatch.setattr(performing, "repair_item", slow)
     record = done(tmp_path, "a.pth", weights(1)).record
     assert (record.outcome, record.output) == (Outcome.FAILED, None)
     assert "changed while it was read" in str(record.error)
@@ -101,7 +101,7 @@ def test_a_verified_file_at_a_url_leaves_no_copies(memory, tmp_path):
 
 
 def test_a_bug_of_ours_ends_one_job(tmp_path, monkeypatch):
-    monkeypatch.setattr(performing, "treated", lambda *args: 1 // 0)
+    monkeypatch.setattr(performing, "repair_item", lambda *args: 1 // 0)
     record = done(tmp_path, "a.pth", weights(1)).record
     assert record.outcome is Outcome.FAILED
     assert "bug of ckptfix" in str(record.error)
@@ -144,7 +144,7 @@ def test_the_command_says_what_to_do(what, flags, tmp_path):
 )
 def test_messages_have_the_names_of_the_zoo(source, text, shown):
     job = Job(7, Item("a.pth", 1, "s", ItemKind.FILE), source, "new", Treatment(), "a.pth", "x")
-    assert job.shown(text, Workplace(Path("/tmp"), 7)) == shown
+    assert job.shown(text, JobFiles(Path("/tmp"), 7)) == shown
 
 
 def flip(file: Path, tensor: torch.Tensor) -> None:

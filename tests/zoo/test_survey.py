@@ -9,14 +9,14 @@ from ckptfix.zoo.drafting import draft_table
 from ckptfix.zoo.items import list_zoo
 from ckptfix.zoo.naming import compile_patterns
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.survey import ItemLayout, Sight, gather, layout_of, plain_names, survey
+from ckptfix.zoo.survey import ItemLayout, ItemSummary, gather, layout_of, plain_names, survey
 
 STATE = {"conv.weight": torch.zeros(2, 3), "bn.running_mean": torch.zeros(2), "bn.num_batches_tracked": torch.tensor(0)}
 
 
 def seen(folder):
     place = open_place(str(folder))
-    return {sight.name: sight for sight in survey(place, list_zoo(place))}
+    return {summary.name: summary for summary in survey(place, list_zoo(place))}
 
 
 def shapes_of(layout: ItemLayout | None):
@@ -26,11 +26,11 @@ def shapes_of(layout: ItemLayout | None):
 
 def test_one_file(tmp_path):
     torch.save(STATE, tmp_path / "a.pth")
-    sight = seen(tmp_path)["a.pth"]
-    assert shapes_of(sight.layout) == {"conv.weight": (2, 3), "bn.running_mean": (2,)}
-    assert (sight.prefix, sight.dtypes, sight.weights, sight.candidates) == ("", ("float32",), ".", ())
-    assert (sight.whole_model, sight.is_damaged, sight.counters) == ("", False, True)
-    assert (sight.fault, sight.is_hostile) == ("", False)
+    summary = seen(tmp_path)["a.pth"]
+    assert shapes_of(summary.layout) == {"conv.weight": (2, 3), "bn.running_mean": (2,)}
+    assert (summary.prefix, summary.dtypes, summary.weights, summary.candidates) == ("", ("float32",), ".", ())
+    assert (summary.whole_model, summary.is_damaged, summary.counters) == ("", False, True)
+    assert (summary.fault, summary.is_hostile) == ("", False)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_another_head_is_another_layout():
 
 def test_several_state_dicts(tmp_path):
     torch.save({"model": STATE, "ema": dict(STATE)}, tmp_path / "a.pth")
-    sight = seen(tmp_path)["a.pth"]
-    assert (sight.weights, sight.candidates) == ("model", ("model", "ema"))
+    summary = seen(tmp_path)["a.pth"]
+    assert (summary.weights, summary.candidates) == ("model", ("model", "ema"))
 
 
 def test_the_class_of_a_whole_model(tmp_path):
@@ -124,20 +124,20 @@ def test_a_place_far_away(tmp_path, memory):
     torch.save(STATE, tmp_path / "a.pth")
     place = open_place(memory)
     place.put(tmp_path / "a.pth", "x/a.pth")
-    (sight,) = survey(place, list_zoo(place))
-    assert shapes_of(sight.layout) == {"conv.weight": (2, 3), "bn.running_mean": (2,)}
+    (summary,) = survey(place, list_zoo(place))
+    assert shapes_of(summary.layout) == {"conv.weight": (2, 3), "bn.running_mean": (2,)}
 
 
 ONE, OTHER = layout_of({"a": (1,)}), layout_of({"a": (2,)})
 
 
-def sights(names, layout=ONE, **more):
-    return [Sight(name, layout, **more) for name in names]
+def summaries(names, layout=ONE, **more):
+    return [ItemSummary(name, layout, **more) for name in names]
 
 
 def patterns_of(names, others=(), strangers=()):
     """The patterns of one group, beside another group and files that are no checkpoints."""
-    groups = gather([*sights(names), *sights(others, OTHER)], strangers)
+    groups = gather([*summaries(names), *summaries(others, OTHER)], strangers)
     return list(next(group.patterns for group in groups if group.layout is ONE))
 
 
@@ -189,20 +189,20 @@ def test_patterns_mean_their_group_and_nothing_else(names, random):
     names = [name for name in names if not any(other.startswith(f"{name}/") for other in names)]
     side = {name: random.choice("12s") for name in names}
     one, two, rest = ([name for name in names if side[name] == which] for which in "12s")
-    for group in gather([*sights(one), *sights(two, OTHER)], rest):
+    for group in gather([*summaries(one), *summaries(two, OTHER)], rest):
         expression = compile_patterns(group.patterns)
         assert [name for name in sorted(names) if expression.fullmatch(name)] == sorted(group.names)
 
 
 def test_files_that_hold_several_state_dicts_are_a_group_of_their_own():
-    plain, double = sights(["a", "b"]), sights(["c"], candidates=("model", "ema"), weights="model")
+    plain, double = summaries(["a", "b"]), summaries(["c"], candidates=("model", "ema"), weights="model")
     groups = gather([*double, *plain], ())
     assert [group.names for group in groups] == [("a", "b"), ("c",)]
     assert groups[0].layout is groups[1].layout
 
 
 def test_the_order_does_not_hang_on_the_listing():
-    many = [*sights(["a", "b"]), *sights(["c", "d"], OTHER), Sight("e", fault="is empty")]
+    many = [*summaries(["a", "b"]), *summaries(["c", "d"], OTHER), ItemSummary("e", fault="is empty")]
     assert gather(many, ["f"])[0].names == ("a", "b")
     assert [group.patterns for group in gather(many, ["f"])] == [
         group.patterns for group in gather(many[2:] + many[:2], ["f"])

@@ -16,7 +16,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
 from ckptfix.core.wording import typed
 from ckptfix.errors import PlanError
-from ckptfix.report.advice import Presentation, comparing, remedies_text, suggested
+from ckptfix.report.advice import Presentation, comparison_command, remedies_text, suggested
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.inspection import size_on_disk
 from ckptfix.report.key_lists import folded_lines
@@ -159,7 +159,7 @@ def record_of(report: Report, presentation: Presentation, seconds: float = 0.0) 
     ways = [{"text": "", "command": typed(words), "price": price} for words, price in suggested(report, presentation)]
     likeness = report.likeness and {
         "text": likeness_text(report.likeness),
-        "commands": list(likeness_commands(report.likeness, *comparing(report, presentation))),
+        "commands": list(likeness_commands(report.likeness, *comparison_command(report, presentation))),
     }
     return {
         **report.to_json(fixes=False),
