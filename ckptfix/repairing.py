@@ -104,7 +104,7 @@ def repair(
     their names or the container differ from the source's. Without ``flush``, flushing the file to disk is left to the
     caller. ``plan`` applies saved edits instead of proposing any. If a strict load into the target would still fail,
     the forward test fails, or the file is an attack, nothing is written and ``report.exit_code`` is 1."""
-    from ckptfix.engine.delivery import Drafts, deliver, weighed
+    from ckptfix.engine.delivery import Drafts, deliver, with_blocking_warnings
     from ckptfix.engine.destination import Destination, differs, state_of
 
     if is_remote(source) and (output is not None or beside or in_place):
@@ -143,7 +143,7 @@ def repair(
         if not is_changed and (only_changes or output is None):
             destination = None
         if is_changed or destination is not None:
-            report = weighed(report)
+            report = with_blocking_warnings(report)
         if dry_run:
             report = replace(report, is_dry_run=True, is_rewrite=is_changed or destination is not None)
         else:

@@ -38,7 +38,7 @@ from ckptfix.engine.changes import (
     assembled,
     changed,
     filled,
-    foreign,
+    mismatch,
     with_measurements,
 )
 from ckptfix.errors import PlanError
@@ -100,7 +100,7 @@ def _refuse_conflicts(checkpoint: Checkpoint, step: Step, edited: set[str], drop
     if len(renamed) != len(set(renamed)):
         raise PlanError(f"{step.rule} renames a key twice in one step; remove one of the two edits")
     if absent := (edited | dropped | used) - checkpoint.entries.keys():
-        raise foreign(checkpoint, f"{step.rule} edits the key {min(absent)}, which does not exist")
+        raise mismatch(checkpoint, f"{step.rule} edits the key {min(absent)}, which does not exist")
     if both := (edited & (dropped | used)) or (dropped & used):
         raise PlanError(
             f"{checkpoint.path}: {step.rule} both changes and drops {min(both)}; remove one of the two edits"
@@ -152,7 +152,7 @@ def _with_additions(
         else:
             value = entries.get(addition.to, added.get(addition.to))
         if not isinstance(value, TensorSpec):
-            raise foreign(checkpoint, f"{step.rule} ties {addition.key} to a key that is not there")
+            raise mismatch(checkpoint, f"{step.rule} ties {addition.key} to a key that is not there")
         after.setdefault(last_of_module.get(addition.key.rpartition(".")[0]), []).append((addition.key, value))
         added[addition.key] = value
     result: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _with_rows(checkpoint: Checkpoint, step: Step, metadata: Metadata | None) ->
     try:
         return rename_rows(metadata, {edit.module: edit.to for edit in step.edits if isinstance(edit, RenameModule)})
     except KeyError as error:
-        raise foreign(checkpoint, f"{step.rule} renames the row {error} of _metadata, which does not exist") from error
+        raise mismatch(checkpoint, f"{step.rule} renames the row {error} of _metadata, which does not exist") from error
 
 
 def _with_file_edits(result: Checkpoint, step: Step) -> Checkpoint:

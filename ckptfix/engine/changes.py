@@ -64,27 +64,27 @@ def changed(checkpoint: Checkpoint, spec: object, edit: Edit, value_sources: Val
     edit."""
     path = checkpoint.path
     if not isinstance(spec, TensorSpec):
-        raise foreign(checkpoint, f"{asdict(edit)['key']} is not a tensor and cannot be changed")
+        raise mismatch(checkpoint, f"{asdict(edit)['key']} is not a tensor and cannot be changed")
     if isinstance(edit, Adapt):
         return adapted(checkpoint, spec, edit, value_sources)
     if isinstance(edit, Zero):
         if spec.dtype != edit.dtype or not can_be_zeroed(spec):
             what = f"the {edit.which} numbers of {edit.key} cannot be set to zero, because it is {spec.dtype}"
-            raise foreign(checkpoint, what)
+            raise mismatch(checkpoint, what)
         return zeroed_spec(spec, edit.which, path)
     if isinstance(edit, (Cast, Dequantise)):
         if spec.dtype != edit.before:
-            raise foreign(checkpoint, f"{edit.key} is {spec.dtype} and not {edit.before}")
+            raise mismatch(checkpoint, f"{edit.key} is {spec.dtype} and not {edit.before}")
         if isinstance(edit, Cast):
             return cast_spec(spec, edit.dtype, path)
         if (made := dequantised_spec(spec, checkpoint.specs, edit, path)) is None:
-            raise foreign(checkpoint, f"{edit.source} does not have the scales of {edit.key}")
+            raise mismatch(checkpoint, f"{edit.source} does not have the scales of {edit.key}")
         return made
     assert isinstance(edit, (Fold, MergeAdapter, Replace)), "the kinds of CHANGES"
     has_data = isinstance(edit, Replace) or spec.storage is not None
     if (spec.dtype, spec.shape) != (edit.dtype, edit.shape) or not has_data:
         what = f"{edit.key} is {spec.dtype} {spec.shape} and not {edit.dtype} {edit.shape}"
-        raise foreign(checkpoint, what)
+        raise mismatch(checkpoint, what)
     if isinstance(edit, Replace):
         found = _replaced(checkpoint, edit, value_sources)
         return found if found.dtype == edit.dtype else cast_spec(found, edit.dtype, path)
@@ -105,7 +105,7 @@ def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, value_sources: Va
     from ckptfix.values.adapted_tensors import adapted_spec
 
     if not isinstance(spec, TensorSpec):
-        raise foreign(checkpoint, f"{edit.source} is not a tensor to adapt")
+        raise mismatch(checkpoint, f"{edit.source} is not a tensor to adapt")
     fill = Fill(edit.key, edit.dtype, edit.shape, "target")
     return adapted_spec(
         spec, edit, checkpoint.path, filled(checkpoint, fill, value_sources) if edit.untrained else None
@@ -130,7 +130,7 @@ def _of_set(checkpoint: Checkpoint, edit: Fill | Replace, place: str, key: str) 
     found = entry_at(checkpoint, place, key)
     if not isinstance(found, TensorSpec) or found.shape != edit.shape or not found.has_data:
         place = place or "the same state_dict"
-        raise foreign(checkpoint, f"{edit.key} should be taken from {place}, which lacks it in this shape")
+        raise mismatch(checkpoint, f"{edit.key} should be taken from {place}, which lacks it in this shape")
     return found
 
 
@@ -253,6 +253,6 @@ def _of_adapter(checkpoint: Checkpoint, path: str, key: str, value_sources: Valu
     return spec
 
 
-def foreign(checkpoint: Checkpoint, what: str) -> PlanError:
+def mismatch(checkpoint: Checkpoint, what: str) -> PlanError:
     """Return the error for an edit that was made for another file."""
     return PlanError(f"{checkpoint.path}: {what}; the plan belongs to another file")

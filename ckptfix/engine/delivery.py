@@ -49,7 +49,7 @@ def refusal(report: Report, settings: Settings) -> str:
     return ""
 
 
-def weighed(report: Report) -> Report:
+def with_blocking_warnings(report: Report) -> Report:
     """Return the report for a result that is to be written: findings that block writing become warnings at least."""
     findings = (
         replace(each, level=max(each.level, Level.WARNING)) if Blocks.WRITING in each.blocks else each

@@ -15,7 +15,7 @@ from ckptfix.core.edits import Assemble, Edit, Moments, Omit, Regroup
 from ckptfix.core.objects import MANY
 from ckptfix.core.parts import full
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
-from ckptfix.engine.changes import assembled, foreign
+from ckptfix.engine.changes import assembled, mismatch
 from ckptfix.maps.optimizer_states import BLOCKWISE, IN_LOOKAHEAD, SCALARS, Optimizer, beginning, flat, optimizers_of
 from ckptfix.reading.tensors import spec_of_number
 
@@ -26,7 +26,7 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
     found = {optimizer.name: optimizer for optimizer in optimizers_of(checkpoint)}
     for edit in edits:
         if isinstance(edit, (Regroup, Omit)) and edit.where not in found:
-            raise foreign(checkpoint, f"{rule} edits the optimizer {edit.where}, which does not exist")
+            raise mismatch(checkpoint, f"{rule} edits the optimizer {edit.where}, which does not exist")
     for regroup in (edit for edit in edits if isinstance(edit, Regroup)):
         optimizer = found[regroup.where]
         made = regrouped(checkpoint, optimizer, edits, rule)
@@ -96,14 +96,14 @@ def regrouped(checkpoint: Checkpoint, optimizer: Optimizer, proposed: Sequence[E
     used |= {part.source for edit in edits for part in edit.parts}
     out_of_range = any(edit.group >= len(regroup.like) for edit in edits)
     if not used <= ids.keys() or out_of_range or any(place >= len(optimizer.groups) for place in regroup.like):
-        raise foreign(
+        raise mismatch(
             checkpoint, f"{rule} names a parameter or a group that the optimizer {optimizer.name} does not have"
         )
     shapes = {key: spec.shape for key, spec in checkpoint.specs.items()}
     known = {*shapes.values()}  # a parameter whose key is its number may be any of them
     sized = [edit for edit in edits if edit.shape]
     if others := [e.key for e in sized if e.shape not in ({shapes[e.key]} if e.key in shapes else known)]:
-        raise foreign(checkpoint, f"{rule} gives {optimizer.name} a state of another shape than that of {others[0]}")
+        raise mismatch(checkpoint, f"{rule} gives {optimizer.name} a state of another shape than that of {others[0]}")
     members: list[list[Any]] = [[] for _ in regroup.like]
     names: list[list[str]] = [[] for _ in regroup.like]
     state: dict[Any, Any] = {}

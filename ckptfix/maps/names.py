@@ -190,7 +190,7 @@ def crosses_first(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], boo
     return {front: next(iter(kinds)) for front, kinds in found.items() if len(kinds) > 1}
 
 
-def disambiguated(paths: Sequence[tuple[str, ...]], is_shown: bool = True) -> list[tuple[str, ...]]:
+def disambiguated(paths: Sequence[tuple[str, ...]], is_shown: bool) -> list[tuple[str, ...]]:
     """Replace ambiguous names by what the rest of the file says about them: ``kernel`` is the weight in JAX and
     TensorFlow, a ``proj`` next to ``qkv`` is the output of attention, ``downsample`` next to ``conv1`` is the shortcut,
     and ``norm2`` belongs to the MLP unless there is ``norm3`` or cross attention, as in ``nn.TransformerDecoderLayer``.

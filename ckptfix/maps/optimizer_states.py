@@ -82,7 +82,7 @@ class Optimizer(Struct, frozen=True):
         return row if isinstance(row, Mapping) else {}
 
 
-def optimizer_of(value: object, path: ContainerPath = ()) -> Optimizer | None:
+def optimizer_of(value: object, path: ContainerPath) -> Optimizer | None:
     """Return an optimizer's ``state_dict``, None for any other value."""
     if not isinstance(value, Mapping):
         return None

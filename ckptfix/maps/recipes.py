@@ -305,9 +305,7 @@ _RARE: Mapping[str, Order] = {**_IN_REVERSE, **_BY_NAME, ", heads first": _heads
 ORDERS_BY_NAME = (*_BY_NAME.values(), _IN_REVERSE[", by part in reverse"])  # orders that a rename may change
 
 
-def own_recipes(
-    layout: Layout, optimizer: Optimizer, new: Layout | None = None, is_rare: bool = False
-) -> Iterator[Recipe]:
+def own_recipes(layout: Layout, optimizer: Optimizer, new: Layout | None, is_rare: bool) -> Iterator[Recipe]:
     """Yield custom recipes whose groups have the optimizer's sizes, including a single group. Orders that agree on the
     layout may differ on the ``new`` one. ``is_rare`` yields the rare orders instead of the usual ones."""
     sizes = optimizer.sizes

@@ -164,15 +164,13 @@ def _is_for(rename_map: RenameMap, lines: Iterable[ParsedRule], source: Shapes) 
     return all(line.rule.optional or any(map(line.source.matches, source)) for line in lines)
 
 
-def each_of(inference: Inference, tied: Collection[str] = ()) -> Iterator[Inference]:
+def each_of(inference: Inference, tied: Collection[str]) -> Iterator[Inference]:
     """Yield the match by each of several shipped maps separately."""
     for found in _fitting(inference.source, inference.target, tied) if len(inference.maps) > 1 else ():
         yield _inference_of([found], inference.source, inference.target)
 
 
-def of_rotary(
-    source: Shapes, target: Shapes, rotary: Collection[Shape], tied: Collection[str] = ()
-) -> Inference | None:
+def of_rotary(source: Shapes, target: Shapes, rotary: Collection[Shape], tied: Collection[str]) -> Inference | None:
     """Return the match by the only shipped map that fits both sides and is for rotary embeddings of these shapes, None
     if there is not exactly one."""
     found = [each for each in _fitting(source, target, tied) if {shape for _, shape in each[0].shapes} & {*rotary}]
@@ -194,7 +192,7 @@ def _inference_of(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source:
     return Inference(matches, dict(source), dict(target), tuple(rename_map for rename_map, _ in found))
 
 
-def _fitting(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Iterator[tuple[RenameMap, dict[str, Move]]]:
+def _fitting(source: Shapes, target: Shapes, tied: Collection[str]) -> Iterator[tuple[RenameMap, dict[str, Move]]]:
     """Yield the maps that fit both sides: they move a tensor to every key of the target, or it is there already."""
     kept = {key for key, shape in target.items() if source.get(key) == shape}
     for name in names():
