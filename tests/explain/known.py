@@ -77,6 +77,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "names-of-an-engine": (
         "ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.qweight'",
         "KeyError: 'model.layers.0.mlp.gate_up_proj.weight'",
+        "llama_model_load: error loading model: error loading model architecture: unknown model architecture:"
+        " 'qwen3next'",
+        "ERROR:hf-to-gguf:Model Qwen3_5ForCausalLM is not supported",
+        "ValueError: Model architectures ['Qwen3_5ForCausalLM'] are not supported for now.",
         "KeyError: 'model.language_model.layers.3.mlp.experts.gate_up_proj_packed'",
         "Parameter model.layers.0.self_attn.fused_wqa_wkv.weight not found in params_dict",
         "ValueError: Parameter blocks.0.to_gate_compress.bias not found in custom model state dict.",
@@ -90,6 +94,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "opened-as-arrays": (
         "OSError: Unable to open file (file signature not found)",
+        "ValueError: GGUF magic invalid",
+        "gguf_init_from_file_impl: invalid magic characters: 'PK??', expected 'GGUF'",
         "OSError: Unable to synchronously open file (file signature not found)",
         "OSError: Unable to open file (truncated file: eof = 9434, sblock->base_addr = 0, stored_eof = 94341)",
         "_pickle.UnpicklingError: This file contains pickled (object) data. If you trust the file you can load it",
@@ -109,11 +115,17 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "TypeError: ERROR: best.pt is not forwards compatible with YOLOv11",
     ),
     "attribute-of-module": (),
-    "part-of-a-pipeline": (),
+    "part-of-a-pipeline": (
+        "ERROR: VAE is invalid: None\n\nIf the VAE is from a checkpoint loader node your checkpoint does not contain a"
+        " valid VAE.",
+        "ERROR: clip input is invalid: None\n\nIf the clip is from a checkpoint loader node your checkpoint does not"
+        " contain a valid clip or text encoder model.",
+    ),
     "spaces-of-agent": ("ValueError: Action spaces do not match: Discrete(4) != Discrete(6)",),
     "missing-entry": (
         "ValueError: Object labeled by 'trainer' from `to_load` is not found in the checkpoint",
         "KeyError: 'dims'",
+        "KeyError: 'policy_class'",
         'KeyError: "network_weights"',
     ),
     "bytes-keys": ("TypeError: endswith first arg must be bytes or a tuple of bytes, not str",),
@@ -165,6 +177,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "Skip loading parameter 'roi_heads.box_predictor.bbox_pred.bias'"
         " to the model due to incompatible shapes: (320,) in the checkpoint but (40,) in the model!",
         "Found keys that are in the model state dict but not in the checkpoint: ['head.weight']",
+        "UserWarning: During parameter transfer to Sequential loading from model.ckpt, the transferred parameters did"
+        " not have parameters for the key: blocks.0.weight",
         "Transferred 0/349 items from yolov5s.pt",
         "Skip loading parameter class_embed.0.weight, required shapetorch.Size([1, 256]), loaded shapetorch.Size([91,"
         " 256]). If you see this, your model does not fully load the pre-trained weight.",
@@ -282,6 +296,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " ultralytics 'default.yaml' file.",
     ),
     "no-lora-keys": (
+        "KeyError: 'single_blocks.0.linear1.lora_A.weight'",
         "ERROR lora diffusion_model.double_blocks.0.img_attn.qkv.weight shape '[9216, 3072]' is invalid for input of"
         " size 14155776",
         "lora key not loaded: lora_unet_down_blocks_0_attentions_0_proj_in.alpha",
@@ -367,6 +382,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "zipfile.BadZipFile: File is not a zip file",
     ),
     "truncated-file": (
+        "_pickle.UnpicklingError: NEWOBJ class argument must be a type, not dict",
+        "llama_model_load: error loading model: tensor 'blk.0.attn_q.weight' data is not within the file bounds,"
+        " model is corrupted or incomplete",
         "_pickle.UnpicklingError: Memo value not found at index 5",
         "_pickle.UnpicklingError: persistent IDs in protocol 0 must be ASCII strings",
         "_pickle.UnpicklingError: pickle exhausted before end of frame",
@@ -397,6 +415,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " covered",
     ),
     "no-safetensors": (
+        "huggingface_hub.errors.SafetensorsParsingError: Failed to parse safetensors header for"
+        " 'model.safetensors' (repo 'x')",
         "The safetensors file is corrupt or invalid. Make sure this is actually a safetensors file and not a ckpt or"
         " pt.",
         "safetensors_rust.SafetensorError: Error while deserializing header: invalid JSON in header: expected"
@@ -407,6 +427,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
     ),
     "no-such-file": (
+        "RuntimeError: Cannot find any model weights with `/models/x`",
+        "ValueError: No supported config format found in ./out.",
+        "EntryNotFoundError: 404 Client Error. Entry Not Found for url:"
+        " https://huggingface.co/x/resolve/main/model.bin.",
         "OSError: pretrained/beit_large_patch16_224_pt22k_ft22k.pth is not a checkpoint file",
         "FileNotFoundError: Could not find 'policy_preprocessor.json' on the HuggingFace Hub at 'lerobot/act_aloha'",
         "RuntimeError: unable to open file </root/model/pytorch_model.bin> in read-only mode: No such file or directory"
@@ -753,6 +777,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " allowed: 18.13 GB).",
     ),
     "machine-memory": (
+        "safetensors_rust.SafetensorError: Error while deserializing: I/O error: Cannot allocate memory (os error 12)",
         "RuntimeError: unable to mmap 4976698672 bytes from file <model-00001-of-00002.safetensors>: Cannot allocate"
         " memory (12)",
         "OSError: The paging file is too small for this operation to complete. (os error 1455)",

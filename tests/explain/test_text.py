@@ -184,6 +184,12 @@ def test_a_message_that_is_told_by_its_frames():
         ("KeyError: 'step'", "step = checkpoint['step']", "weights-without-optimizer"),
         ("KeyError: 'step'", "torch/optim/adamw.py: torch.is_tensor(p_state['step'])", "optimizer-groups"),
         ("AttributeError: 'NoneType' object has no attribute 'lower'", "load_torch_file(path)", "no-such-file"),
+        ("AssertionError", "weight_loader: assert param_data.shape == loaded_weight.shape", "names-of-an-engine"),
+        (
+            "RuntimeError: start (0) + length (4096) exceeds dimension size (2048).",
+            "weight_loader: loaded_weight = loaded_weight.narrow(output_dim, start_idx, shard_size)",
+            "names-of-an-engine",
+        ),
         (
             "IndexError: list index out of range",
             "path = sorted(glob.glob(os.path.join(checkpoint_dir, '*.pth')))[-1]",
