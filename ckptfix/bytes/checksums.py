@@ -47,7 +47,7 @@ def is_sound(storage: Storage) -> bool:
     Reads it in blocks. Raises ``UnreadableError`` if bytes are missing."""
     found = storage.crc32 is None or _SOUND.get(storage)
     if found is None:
-        for _ in _proving(storage):
+        for _ in _verifying(storage):
             pass
         found = _SOUND[storage]
     return found and (not storage.parts or all(map(is_sound, storage.parts)))
@@ -58,9 +58,9 @@ def is_open(storage: Storage) -> bool:
     return storage.crc32 is not None and storage not in _SOUND
 
 
-def is_unproved(storage: Storage) -> bool:
+def is_unverified(storage: Storage) -> bool:
     """Return whether the storage or one of its parts has a checksum that was not verified yet."""
-    return is_open(storage) or (bool(storage.parts) and any(map(is_unproved, storage.parts)))
+    return is_open(storage) or (bool(storage.parts) and any(map(is_unverified, storage.parts)))
 
 
 def note_checksum(storage: Storage, crc: int) -> bool:
@@ -69,7 +69,7 @@ def note_checksum(storage: Storage, crc: int) -> bool:
     return found
 
 
-def _proving(storage: Storage) -> Iterator[memoryview]:
+def _verifying(storage: Storage) -> Iterator[memoryview]:
     """Yield the blocks of a whole storage; after the last one, the storage is verified."""
     crc = 0
     for block in stream(storage.source, 0, storage.nbytes):
@@ -81,12 +81,12 @@ def _proving(storage: Storage) -> Iterator[memoryview]:
 Alarm = Callable[[Storage], None]  # called with a damaged storage that is read
 
 
-def proved_stream(storage: Storage, start: int, stop: int, alarm: Alarm) -> Iterator[memoryview]:
+def verified_stream(storage: Storage, start: int, stop: int, alarm: Alarm) -> Iterator[memoryview]:
     """Yield bytes ``start`` to ``stop`` of a storage in blocks, and call ``alarm`` if it is damaged: before the first
     block, or after the last one if this is the first pass over a whole storage."""
     is_first = (start, stop) == (0, storage.nbytes) and is_open(storage)
     if is_first:
-        yield from _proving(storage)
+        yield from _verifying(storage)
     if not is_sound(storage):
         alarm(storage)
     if not is_first:
@@ -120,14 +120,14 @@ def _damage(checkpoint: Checkpoint, storage: Storage) -> str:
 
 
 @contextmanager
-def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Iterator[Passing]:
-    """Verify storages with the bytes that the body passes to ``Passing``; the rest is read at the end.
+def verifying(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Iterator[Verifier]:
+    """Verify storages with the bytes that the body passes to ``Verifier``; the rest is read at the end.
 
     Raises ``WriteError`` if a storage is damaged: a new checksum would hide the damage."""
     wanted = [storage for storage in storages if storage is not None]
-    passing = Passing(wanted)
-    yield passing
-    if not passing.finish():
+    verifier = Verifier(wanted)
+    yield verifier
+    if not verifier.finish():
         held = _held_by(checkpoint, next(storage for storage in wanted if not is_sound(storage)))
         raise WriteError(
             f"{checkpoint.path}: {held} fails its checksum, and the new file would hide that; fetch the file again, or "
@@ -136,7 +136,7 @@ def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Itera
         )
 
 
-class Passing:
+class Verifier:
     """Verification of storages while their bytes are copied, which saves reading them once more."""
 
     def __init__(self, storages: Iterable[Storage]) -> None:
@@ -236,9 +236,9 @@ _HOLES: WeakKeyDictionary[Storage, Hole] = WeakKeyDictionary()
 
 def soundness(storages: Collection[Storage]) -> list[bool]:
     """Return whether each storage matches its checksum. Runs in threads: checksums take longer than reading."""
-    batches = list(batched(filter(is_unproved, storages), lambda storage: storage.nbytes, _BATCH))
+    batches = list(batched(filter(is_unverified, storages), lambda storage: storage.nbytes, _BATCH))
     sizes = [sum(storage.nbytes for storage in batch) for batch in batches]
-    task = Task("proving checksums", sum(sizes))
+    task = Task("verifying checksums", sum(sizes))
     for nbytes, _ in zip(sizes, side_by_side(lambda batch: list(map(is_sound, batch)), batches), strict=True):
         task.advance(nbytes)
     return list(map(is_sound, storages))

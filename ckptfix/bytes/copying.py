@@ -18,7 +18,7 @@ from collections import deque
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from ckptfix.bytes.checksums import Passing, crc32
+from ckptfix.bytes.checksums import Verifier, crc32
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import FileBytes, located, ranges_of, stream
 from ckptfix.bytes.threads import background
@@ -59,7 +59,7 @@ class Copied(NamedTuple):
 class Copier:
     """Appends storages and the bytes between them to a file. A context manager; at its end, everything is written.
 
-    Copied ranges are read back with their window, and listed in ``copied`` if they are equal. ``passing`` receives the
+    Copied ranges are read back with their window, and listed in ``copied`` if they are equal. ``verifier`` receives the
     bytes of storages that are to be verified."""
 
     _begin: int  # position of the window in the file
@@ -67,9 +67,9 @@ class Copier:
     _room: int
     _flusher: Executor | None  # a thread that tells the disk to start writing
 
-    def __init__(self, file: BinaryIO, task: Task | None = None, passing: Passing | None = None) -> None:
+    def __init__(self, file: BinaryIO, task: Task | None = None, verifier: Verifier | None = None) -> None:
         self.copied: list[Copied] = []
-        self._file, self._passing = file, passing or Passing(())
+        self._file, self._verifier = file, verifier or Verifier(())
         file.flush()
         self._descriptor = _descriptor(file)
         self._is_readable = self._descriptor is not None and file.readable()
@@ -141,7 +141,7 @@ class Copier:
         for block in made:
             self.write_block(block)
             crc = crc32(block, crc) if is_summed else crc
-            self._passing.take(whole, offset, block)
+            self._verifier.take(whole, offset, block)
             offset += block.nbytes
         return crc
 
@@ -160,7 +160,7 @@ class Copier:
                 block = self._space(count)
                 file.fill(block, offset + done)
                 crc = crc32(block, crc) if is_summed else crc
-                self._passing.take(file, offset + done, block)
+                self._verifier.take(file, offset + done, block)
             self._add(count, is_in_file=goal is not None)
             self._task.advance(count)
             done += count

@@ -96,7 +96,7 @@ class ComputedBytes(Struct, frozen=True, eq=False):
         return self.compute(first, last)[start - first * self.size : stop - first * self.size]
 
 
-class KeptBytes(ComputedBytes, frozen=True, eq=False):
+class CachedBytes(ComputedBytes, frozen=True, eq=False):
     """Computed bytes in large units, such as a whole tensor: the last ones are cached, because reads are smaller."""
 
     def read(self, start: int, stop: int) -> memoryview:
@@ -107,7 +107,7 @@ class KeptBytes(ComputedBytes, frozen=True, eq=False):
 
 
 @lru_cache(maxsize=2)
-def _unit(source: KeptBytes, number: int) -> memoryview:
+def _unit(source: CachedBytes, number: int) -> memoryview:
     return source.compute(number, number + 1)
 
 
@@ -142,7 +142,7 @@ class JoinedBytes(PartedBytes):
             start, stop = start - part.nbytes, stop - part.nbytes
 
 
-class LateBytes:
+class DeferredBytes:
     """The bytes of a storage whose place is set once the pickle has been read (``inner``), or is looked up on first use
     by ``seek``, which may take a request over a network."""
 
@@ -168,7 +168,7 @@ def located(source: ByteSource) -> FileBytes | None:
     """Return the range of a file that holds a source's bytes; None if they are computed or in memory."""
     if isinstance(source, FileBytes):
         return source
-    if isinstance(source, LateBytes):
+    if isinstance(source, DeferredBytes):
         return located(source.found) if source.inner is not None or source.seek is not None else None
     if isinstance(source, WindowBytes) and (outer := located(source.source)) is not None:
         return FileBytes(outer.file, outer.offset + source.offset, source.nbytes)
@@ -363,7 +363,7 @@ def whole_bytes(source: ByteSource) -> int:
     """Return how many bytes from the start of a storage exist."""
     if isinstance(source, TornBytes):
         return source.whole
-    if isinstance(source, LateBytes):
+    if isinstance(source, DeferredBytes):
         if source.inner is None:
             return source.nbytes if source.seek is not None else 0
         return whole_bytes(source.inner)

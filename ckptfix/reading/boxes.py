@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.sources import JoinedBytes, KeptBytes, MemoryBytes, WindowBytes, are_equal, located, stream
+from ckptfix.bytes.sources import CachedBytes, JoinedBytes, MemoryBytes, WindowBytes, are_equal, located, stream
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.lazy import np
 from ckptfix.core.parts import Box, Shape, extent, full
@@ -34,7 +34,7 @@ def row_major(spec: TensorSpec, path: str) -> ByteSource:
     """Return the bytes of a strided tensor in row-major order, conjugated or negated if its spec has such bits."""
     if spec.storage is not None and is_range(spec):
         return _stored(spec)
-    return KeptBytes(spec.nbytes, max(spec.nbytes, 1), lambda *_: _resolved(spec, path))
+    return CachedBytes(spec.nbytes, max(spec.nbytes, 1), lambda *_: _resolved(spec, path))
 
 
 def row_major_bytes(spec: TensorSpec, path: str) -> memoryview:
@@ -128,9 +128,9 @@ class AssembledBytes:
             last = min(first + max(PANEL // row, 1), rows, -(-stop // row) - outer * rows)
             index = [outer * rows * inner[depth] // inner[axis] % self._shape[axis] for axis in range(depth)]
             box = (*((each, each + 1) for each in index), (first, last), *full(self._shape[depth + 1 :]))
-            with _room(PANEL) as room:
-                self._fill(np.ndarray(extent(box), f"u{self._itemsize}" if self._itemsize <= 8 else "c16", room), box)
-                yield room[max(start - at * row, 0) : min(stop - at * row, (last - first) * row)]
+            with _buffer(PANEL) as buffer:
+                self._fill(np.ndarray(extent(box), f"u{self._itemsize}" if self._itemsize <= 8 else "c16", buffer), box)
+                yield buffer[max(start - at * row, 0) : min(stop - at * row, (last - first) * row)]
             at += last - first
 
     def _fill(self, panel: Array, box: Box) -> None:
@@ -144,20 +144,20 @@ class AssembledBytes:
 
 
 # Free buffers by size. Allocating one for each panel took a third of the time of a transpose.
-_ROOMS: defaultdict[int, deque[memoryview]] = defaultdict(deque)
+_BUFFERS: defaultdict[int, deque[memoryview]] = defaultdict(deque)
 
 
 @contextmanager
-def _room(size: int) -> Iterator[memoryview]:
+def _buffer(size: int) -> Iterator[memoryview]:
     """Provide a buffer, which is reused afterwards."""
     try:
-        room = _ROOMS[size].pop()
+        buffer = _BUFFERS[size].pop()
     except IndexError:
-        room = np.empty(size, np.uint8).data  # a bytearray would be filled with zeros first
+        buffer = np.empty(size, np.uint8).data  # a bytearray would be filled with zeros first
     try:
-        yield room
+        yield buffer
     finally:
-        _ROOMS[size].append(room)
+        _BUFFERS[size].append(buffer)
 
 
 def boxed(spec: TensorSpec, box: Box) -> TensorSpec:
@@ -194,9 +194,9 @@ def _fill(out: Array, piece: TensorSpec, offset: int, strides: Shape) -> None:
         begin = offset + first * steps[0]
         end = begin + (len(block) - 1) * steps[0] + reach
         source, begin, end = piece.storage.source, begin * out.itemsize, end * out.itemsize
-        with _room(SLAB) as room:
+        with _buffer(SLAB) as buffer:
             if (place := located(source)) is not None:
-                data = room[: end - begin]
+                data = buffer[: end - begin]
                 place.file.fill(data, place.offset + begin)
             else:
                 data = source.read(begin, end)

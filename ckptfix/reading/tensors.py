@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from mmap import ACCESS_COPY, mmap
 from typing import Any
 
-from ckptfix.bytes.checksums import Alarm, is_sound, proved_stream, refusing, soundness
+from ckptfix.bytes.checksums import Alarm, is_sound, refusing, soundness, verified_stream
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import located, stream
 from ckptfix.core.checkpoint import Checkpoint
@@ -183,7 +183,7 @@ class Builder:
         blocks = (
             stream(region.storage.source, region.start, region.stop)
             if self.alarm is None
-            else proved_stream(region.storage, region.start, region.stop, self.alarm)
+            else verified_stream(region.storage, region.start, region.stop, self.alarm)
         )
         for block in blocks:
             view[position : position + block.nbytes] = block

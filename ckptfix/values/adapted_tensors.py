@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.sources import JoinedBytes, KeptBytes
+from ckptfix.bytes.sources import CachedBytes, JoinedBytes
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import PAD_TARGET, PRUNING, WEIGHT_NORM, Adapt, Fold
 from ckptfix.core.lazy import torch
@@ -88,7 +88,7 @@ def _made(spec: TensorSpec, edit: Adapt, source: Any) -> TensorSpec:
     return computed(spec, edit.recipe, source, spec.storages, shape=edit.shape)
 
 
-def _whole(spec: TensorSpec, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> KeptBytes:
+def _whole(spec: TensorSpec, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> CachedBytes:
     """Return the bytes of a tensor of this shape, computed when they are first read."""
 
     def made(first: int, last: int) -> memoryview:
@@ -97,7 +97,7 @@ def _whole(spec: TensorSpec, shape: tuple[int, ...], compute: Callable[[], Tenso
         return bytes_of(whole.flatten().view(torch.uint8))
 
     nbytes = replace(spec, shape=shape).nbytes
-    return KeptBytes(nbytes, max(nbytes, 1), made)
+    return CachedBytes(nbytes, max(nbytes, 1), made)
 
 
 # ---- rows that stay unchanged

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.bytes.sources import ComputedBytes, KeptBytes, is_torn
+from ckptfix.bytes.sources import CachedBytes, ComputedBytes, is_torn
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, MXFP4_TURNED, NVFP4, Dequantise
 from ckptfix.core.lazy import torch
@@ -134,7 +134,7 @@ def dequantised_spec(
         experts, rows, columns = shape
         shape = (experts, columns, rows) if edit.scheme == MXFP4_TURNED else shape
         unit = rows * columns * size
-        content = KeptBytes(experts * unit, unit, lambda at, _: _unpacked(spec.at(at), scales.at(at), edit, path))
+        content = CachedBytes(experts * unit, unit, lambda at, _: _unpacked(spec.at(at), scales.at(at), edit, path))
     elif edit.scheme in FACTORS and scale_steps(spec.shape, scales.shape) is not None:
         shape = spec.shape
         content = ComputedBytes(spec.numel * size, shape[1] * size, partial(_scaled, spec, scales, edit, path))

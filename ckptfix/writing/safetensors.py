@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.checksums import proving
+from ckptfix.bytes.checksums import verifying
 from ckptfix.bytes.copying import LARGE, PAGE, Copier
 from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import ranges_of
@@ -50,7 +50,7 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     _check_repetition(checkpoint.path, order, total)
     _check_readable(checkpoint.path, notes, raw, total)
     task = Task(f"writing {checkpoint.path}", total)
-    with proving(checkpoint, (spec.storage for spec in order)) as passing, Copier(file, task, passing) as copier:
+    with verifying(checkpoint, (spec.storage for spec in order)) as verifier, Copier(file, task, verifier) as copier:
         copier.write(len(raw).to_bytes(8, "little") + raw)
         for spec in order:
             if spec.storage is not None and is_range(spec):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
-from ckptfix.bytes.checksums import proving
+from ckptfix.bytes.checksums import verifying
 from ckptfix.bytes.copying import LARGE, PAGE, Copier
 from ckptfix.bytes.sources import ranges_of
 from ckptfix.core.checkpoint import Checkpoint
@@ -57,7 +57,7 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     sums: dict[int, int] = {}
     storages = (region.storage for region in changed)
     task = _task(checkpoint, placement)
-    with proving(checkpoint, storages) as passing, Copier(file, task, passing) as copier:
+    with verifying(checkpoint, storages) as verifier, Copier(file, task, verifier) as copier:
         archive = ZipWriter(copier)
         for name, data in (("data.pkl", pickle), (".storage_alignment", b"64"), ("byteorder", sys.byteorder.encode())):
             archive.write(name, data)
@@ -103,7 +103,7 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     keys = [str(key) for key in range(len(placement.regions))]
     storages = (region.storage for region in placement.regions)
     task = _task(checkpoint, placement)
-    with proving(checkpoint, storages) as passing, Copier(file, task, passing) as copier:
+    with verifying(checkpoint, storages) as verifier, Copier(file, task, verifier) as copier:
         for value in (MAGIC, PROTOCOL, system, root, keys):
             copier.write(_LegacyPickleWriter(checkpoint.path, placement).dump(value))
         for region, itemsize in zip(placement.regions, placement.itemsizes, strict=True):

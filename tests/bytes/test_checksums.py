@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 import ckptfix
-from ckptfix.bytes.checksums import SKIPPED, Passing, is_sound, soundness
+from ckptfix.bytes.checksums import SKIPPED, Verifier, is_sound, soundness
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import FileBytes, MemoryBytes, WindowBytes
 from ckptfix.core.checkpoint import Checkpoint
@@ -249,19 +249,19 @@ def test_a_storage_is_proved_by_what_passes_and_the_rest_is_read(name, is_sound_
         real(file, buffer, start)
 
     monkeypatch.setattr(OpenFile, "fill", fill)
-    passing = Passing([Storage("all", MemoryBytes(b""), parts=(storage, other)), storage])
+    verifier = Verifier([Storage("all", MemoryBytes(b""), parts=(storage, other)), storage])
     for start, stop in passes:
-        passing.take(file, 6 + start, memoryview(BYTES)[start:stop])
-    passing.take(file, 6 + len(BYTES), memoryview(b"after"))  # which belongs to neither
-    passing.finish()
+        verifier.take(file, 6 + start, memoryview(BYTES)[start:stop])
+    verifier.take(file, 6 + len(BYTES), memoryview(b"after"))  # which belongs to neither
+    verifier.finish()
     assert (is_sound(storage), is_sound(other)) == (is_sound_there, True)
     assert sum(read) == unread + 3
 
 
 def test_what_passes_of_bytes_that_are_made_proves_their_storage(monkeypatch):
     storage = Storage("0", MemoryBytes(BYTES), crc32=zlib.crc32(BYTES))
-    passing = Passing([storage])
-    passing.take(storage.source, 0, memoryview(BYTES))
+    verifier = Verifier([storage])
+    verifier.take(storage.source, 0, memoryview(BYTES))
     monkeypatch.setattr(MemoryBytes, "read", None)
-    passing.finish()
+    verifier.finish()
     assert is_sound(storage)

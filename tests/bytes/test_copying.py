@@ -16,7 +16,16 @@ import torch
 from ckptfix.bytes import copying
 from ckptfix.bytes.copying import EDGE, PAGE, SMALL, WINDOW, Copier
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import BLOCK, FileBytes, JoinedBytes, LateBytes, MemoryBytes, WindowBytes, located, ranges_of
+from ckptfix.bytes.sources import (
+    BLOCK,
+    DeferredBytes,
+    FileBytes,
+    JoinedBytes,
+    MemoryBytes,
+    WindowBytes,
+    located,
+    ranges_of,
+)
 from ckptfix.core.progress import Task
 from ckptfix.errors import UnreadableError
 from tests.reading.files import opened, saved, write
@@ -220,7 +229,7 @@ def test_a_file_in_memory_takes_them_too(place):
 
 def test_ranges_of_ranges_are_located(place):
     window = WindowBytes(WindowBytes(place, 10, 100), 5, 20)
-    late = LateBytes(20)
+    late = DeferredBytes(20)
     assert located(late) is None
     late.inner = window
     found = located(late)

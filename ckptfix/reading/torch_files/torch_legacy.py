@@ -17,7 +17,7 @@ from ckptfix.bytes.limits import Bounds, bounded_keys, shown
 from ckptfix.bytes.sources import (
     SECTOR,
     Content,
-    LateBytes,
+    DeferredBytes,
     TornBytes,
     WindowContent,
     filled_end,
@@ -50,7 +50,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     Storages that the file has lost are torn. Raises ``UnreadableError`` if the pickles are truncated or damaged."""
 
     def find_storage(key: str, nbytes: int, device: str) -> Storage:
-        return Storage(key, LateBytes(nbytes), device)
+        return Storage(key, DeferredBytes(nbytes), device)
 
     pickles = StoragePickle(content.path, find_storage, content.bounds, read_nested, nesting)
     try:
@@ -156,7 +156,7 @@ class _Storages:
 
     def __init__(self, content: Content, pickles: StoragePickle, position: int) -> None:
         self.content, self.pickles, self.position = content, pickles, position
-        self.placed: dict[LateBytes, int] = {}
+        self.placed: dict[DeferredBytes, int] = {}
         self.damage: list[Fact] = []
         self.end = position  # the declared end of the last storage
 
@@ -175,8 +175,8 @@ class _Storages:
                 self._place(key, self.pickles.storages[key])
         if self.position > len(self.content):
             self.damage = [Fact.of(Kind.CUT_SHORT, nbytes=len(self.content), end=self.end)]
-        late = [source for storage in self.pickles.storages.values() if isinstance(source := storage.source, LateBytes)]
-        lacking = [source for source in late if source.inner is None]
+        sources = (storage.source for storage in self.pickles.storages.values())
+        lacking = [source for source in sources if isinstance(source, DeferredBytes) and source.inner is None]
         for source in lacking:
             source.inner = TornBytes(path, source.nbytes)
         if lacking and not self.damage:
@@ -187,11 +187,12 @@ class _Storages:
         head = content[self.position : start]
         stored = int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
         late = storage.source
-        if len(head) == 8 and (stored != storage.nbytes or not isinstance(late, LateBytes) or late.inner is not None):
+        is_placed = not isinstance(late, DeferredBytes) or late.inner is not None
+        if len(head) == 8 and (stored != storage.nbytes or is_placed):
             self._tear(key, storage.nbytes, stored)
             return
         self.position = start + storage.nbytes
-        if not isinstance(late, LateBytes):
+        if not isinstance(late, DeferredBytes):
             return
         end = len(content) if start + storage.nbytes <= len(content) else filled_end(content)
         present = max(0, min(storage.nbytes, end - start))
@@ -225,7 +226,7 @@ class _Storages:
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
 
     @property
-    def cut(self) -> list[LateBytes]:
+    def cut(self) -> list[DeferredBytes]:
         """The storages inside which the file ends: the missing bytes may be before those that exist."""
         is_cut = self.position > len(self.content)
         return [late for late in self.placed if is_cut and isinstance(late.inner, TornBytes) and late.inner.whole]
@@ -234,10 +235,10 @@ class _Storages:
         """Yield each contiguous tensor with its position in the file."""
         for spec in tensors_in(root):
             source = spec.storage.source if spec.storage is not None else None
-            if isinstance(source, LateBytes) and source in self.placed and spec.is_contiguous:
+            if isinstance(source, DeferredBytes) and source in self.placed and spec.is_contiguous:
                 yield self.placed[source] + spec.offset * spec.itemsize, spec
 
-    def _unfilled(self, zeros: int) -> dict[LateBytes, int]:
+    def _unfilled(self, zeros: int) -> dict[DeferredBytes, int]:
         """Record the zeros at the end as damage. Return how many bytes exist of the storages that reach into them."""
         size = len(self.content)
         self.damage.append(Fact.of(Kind.UNFILLED, nbytes=size, zeros=size - zeros))

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.sources import Content, LateBytes, TornBytes
+from ckptfix.bytes.sources import Content, DeferredBytes, TornBytes
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.objects import Global
@@ -67,7 +67,7 @@ def read(content: Content) -> Document:
 
 class _Reader(StoragePickle):
     def __init__(self, content: Content, parts: dict[str, tuple[int, int]]) -> None:
-        super().__init__(content.path, lambda key, *_: Storage(key, LateBytes(0)), content.bounds)
+        super().__init__(content.path, lambda key, *_: Storage(key, DeferredBytes(0)), content.bounds)
         self.content, self.parts = content, parts
         self.objects: dict[int, TypedStorage | TensorSpec] = {}
         self.is_cut = False  # whether the file ends inside its storages, which torch wrote last

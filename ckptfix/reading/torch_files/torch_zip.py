@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.decoders import FAULTS, STORED, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
-from ckptfix.bytes.sources import Content, LateBytes, TornBytes, whole_bytes
+from ckptfix.bytes.sources import Content, DeferredBytes, TornBytes, whole_bytes
 from ckptfix.core.facts import Fact, Kind, clauses, first_facts
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
@@ -239,7 +239,7 @@ class Archive(TorchArchive):
         """Return the bytes of a member, whose position is given by its local header and checked against the file."""
         info, content = self.members[name], self.content
         if content.is_remote and info.method == STORED and not why_closed(info.flags, STORED):
-            return LateBytes(info.packed, lambda: self._remote_member(info))
+            return DeferredBytes(info.packed, lambda: self._remote_member(info))
         if not self.is_whole(name):
             raise damaged(content.path, f"is cut short in its member {info.name}")
         start = self.index.data_start(content, info)
