@@ -29,6 +29,7 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
         "radio": "resamples them (bilinear, in float32), as RADIO in transformers",
         "vilt": "resamples them (bilinear, with aligned corners), as ViLT in transformers",
         "nearest": "repeats the nearest position, as TimeSformer in transformers",
+        "yolos": "without antialiasing, with the detection tokens last, as YOLOS",
         "torchvision": "with aligned corners",
         "linear": "stretches the positions",
         "cut": "keeps the first positions",

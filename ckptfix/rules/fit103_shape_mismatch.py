@@ -16,8 +16,8 @@ and the reverse.
 `--adapt NAME=RECIPE` resizes a tensor to the model's shape by a library's formula. This is unsafe: the new values were
 not trained, so fine-tune the model. The message names the recipes that fit, that of the model's own library first.
 
-- `pos_embed=timm`, `plain`, `dinov2`, `siglip2`, `dpt`, `radio`, `vilt`, `nearest` or `torchvision` resamples the
-  position embeddings of images. The grid of patches and the number of extra tokens come from the model, from the
+- `pos_embed=timm`, `plain`, `dinov2`, `siglip2`, `dpt`, `radio`, `vilt`, `nearest`, `yolos` or `torchvision` resamples
+  the position embeddings of images. The grid of patches and the number of extra tokens come from the model, from the
   config.json next to `--like`, or else from the tokens in the file. The file's grid comes from its own config.json, or
   is assumed to be square, or given by hand: `pos_embed=timm:12x24` (`pos_embed=timm:12x24:24x48` with the model's, for
   `--like`). There is no recipe for patches of several frames (ViViT).

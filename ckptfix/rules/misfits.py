@@ -27,7 +27,15 @@ from ckptfix.core.finding import counted
 from ckptfix.core.parts import Shape
 from ckptfix.core.target import Target
 from ckptfix.rules.class_maps import is_of_boxes
-from ckptfix.rules.position_tables import HEADS_FIRST, POSITIONS, Pairing, PositionTable, is_square, size
+from ckptfix.rules.position_tables import (
+    HEADS_FIRST,
+    POSITIONS,
+    Pairing,
+    PositionTable,
+    is_last_tokens,
+    is_square,
+    size,
+)
 from ckptfix.values.adapted_tensors import is_of_blocks, patch
 
 Pairs = dict[str, tuple[Shape, Shape]]  # by key, the shapes in the file and in the model
@@ -60,8 +68,6 @@ _NO_HEADS = re.compile(
     r"merger|latent|(?:^|[._])(?:bn|\w*norm)|project(?:ion|or)|pooler|sampl|memory|conv_out|points_scale",
     re.IGNORECASE,
 )
-# YOLOS has these after the patches, and there is no recipe for that.
-_LAST_TOKENS = ("detection_tokens", "det_token")
 
 _MOST_CHANNELS = 64  # most input channels of a model's first convolution
 _MOST_SIGNALS = 12  # the same for 1d convolutions, where more channels are the ordered bands of a spectrum
@@ -234,9 +240,8 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
     kind = (target.modules or {}).get(key.rpartition(".")[0], "") if key.endswith(".weight") else ""
     is_named = POSITIONS.search(key) and not (_NO_PLACES.search(key) or re.search("Linear|Conv|Norm", kind))
     if named == POS_EMBED or is_named:
-        if any(f"{key.rpartition('.')[0]}.{name}".lstrip(".") in target.slots for name in _LAST_TOKENS):
-            return ""
         is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
+        is_table |= len(old) == 4 and differing == [2] and old[1] == 1 and any(map(is_last_tokens, target.slots))
         # Two dimensions and channels, first or last: if two equal sizes stay, it is the channels that differ.
         kept = [size for size, other in zip(old[1:], new[1:], strict=True) if size == other]
         is_map = len(old) == 4 and old[0] == new[0] == 1 and (old[1] == new[1]) != (old[3] == new[3])

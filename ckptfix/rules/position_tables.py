@@ -44,6 +44,7 @@ _TOKENS = {
 }
 
 _OF_TEXTS = ("linear", "cut")  # the recipes for positions along one axis
+_LAST = "yolos"  # the recipe for tables with detection tokens after the patches
 
 _MOST_TOKENS = 16
 _BY_LIBRARY = {"timm": "timm", "torchvision": "torchvision", "open_clip": "timm", "transformers": "plain"}
@@ -60,7 +61,7 @@ _BY_MODULE = (
     (re.compile("ViltEmbeddings|(Qwen[34]|CohereCompass)\\w*Vision\\w+"), "vilt"),
     (re.compile("TimesformerEmbeddings"), "nearest"),
     (re.compile("LayoutLMv3Model|Glm(4v\\w*|Image)VisionEmbeddings"), "plain"),
-    (re.compile("(Muse|Inkling)\\w+|IdeficsVisionEmbeddings"), ""),
+    (re.compile("(Muse|Inkling)\\w+|IdeficsVisionEmbeddings|ViTMAEDecoder"), ""),
     (re.compile("(Beit|Data2VecVision)RelativePositionBias"), "bilinear"),
 )
 # The recipe of a library, by the keys that it writes.
@@ -106,6 +107,8 @@ class PositionTable(Struct, frozen=True, dict=True):
             has_tokens = len(self.old) == 2 and not is_square(self.old[0])
             first = self.own or ("beit" if has_tokens else "swin")
             return tuple(dict.fromkeys((first, "swin", "beit", "bilinear"))), library if self.own else ""
+        if self.last:
+            return (_LAST,), library
         if not self.is_of_images:
             is_shorter = self.new < self.old and not _DISTANCES.search(self.key)
             is_trained = self.key not in self.pairing.fixed and self.key not in self.target.frozen
@@ -113,11 +116,13 @@ class PositionTable(Struct, frozen=True, dict=True):
             return (fitting[::-1], library) if library == "open_clip" else (fitting, "")
         first = self.own or next((recipe for pattern, recipe in _BY_NAME if pattern.search(self.key)), "timm")
         recipes = dict.fromkeys((first, "timm", "plain", "torchvision", *(() if self.own else RECIPES[POS_EMBED])))
-        return tuple(each for each in recipes if each not in _OF_TEXTS), library if self.own else ""
+        return tuple(each for each in recipes if each not in (*_OF_TEXTS, _LAST)), library if self.own else ""
 
     @cached_property
     def own(self) -> str:
         """The recipe of the model's own library for the table; empty if none is known."""
+        if self.last:
+            return _LAST
         kinds = [(self.target.modules or {}).get(path, "") for path in self.around]
         known = (recipe for kind in kinds for pattern, recipe in _BY_MODULE if pattern.fullmatch(kind))
         if (recipe := next(known, None)) is not None:
@@ -183,9 +188,19 @@ class PositionTable(Struct, frozen=True, dict=True):
         return found
 
     @cached_property
+    def last(self) -> int:
+        """The number of detection tokens, which come after the patches in each table of the model."""
+        shapes = [shape for key, shape in self.pairing.tensors.items() if is_last_tokens(key)]
+        return shapes[0][-2] if shapes and self.name == POS_EMBED and self.old[-1:] == shapes[0][-1:] else 0
+
+    def _rows(self, shape: Shape) -> int:
+        """Return the number of positions in a table, without those of detection tokens."""
+        return shape[-2] - self.last if self.last else math.prod(shape[:-1])
+
+    @cached_property
     def grid_of_model(self) -> Grid | None:
         """The grid of patches that the model makes of an image, if its table has a position for each patch."""
-        rows, path = math.prod(self.new[:-1]), self.key.rpartition(".")[0]
+        rows, path = self._rows(self.new), self.key.rpartition(".")[0]
         others = [name for name in self.target.slots if name != self.key and POSITIONS.search(name)]
         while True:
             below = f"{path}." if path else ""
@@ -210,7 +225,7 @@ class PositionTable(Struct, frozen=True, dict=True):
             return f"windows of {size(window(old))} in the file and of {size(window(new))} in the model{remark}"
         if len(old) == 1:
             return f"{old[0]} positions in the file and {new[0]} in the model"
-        tokens = 0 if len(self.old) == 4 else math.prod(self.old[:-1]) - math.prod(old)
+        tokens = 0 if len(self.old) == 4 else self._rows(self.old) - math.prod(old)
         beside = f" (and {counted(tokens, 'token')})" if tokens else ""
         return f"a grid of {size(old)} in the file{beside}, of {size(new)} in the model{remark}"
 
@@ -219,13 +234,13 @@ class PositionTable(Struct, frozen=True, dict=True):
         if is_of_blocks(self.old, self.new):
             sides = [math.isqrt(shape[1] * shape[2]) for shape in (self.old, self.new)]
             return (sides[0], sides[0]), (sides[1], sides[1])
-        if len(self.old) == 4:
+        if len(self.old) == 4 and not self.last:
             first = 1 if self.old[3] == self.new[3] else 2  # channels last, or channels before the grid
             return self.old[first : first + 2], self.new[first : first + 2]
         if self.name == WINDOW_BIAS and len(self.old) == 3:
             return self.old[1:], self.new[1:]
         is_last = bool(HEADS_FIRST.search(self.key))
-        rows, wanted = (shape[-1] if is_last else math.prod(shape[:-1]) for shape in (self.old, self.new))
+        rows, wanted = (shape[-1] if is_last else self._rows(shape) for shape in (self.old, self.new))
         hand, goal = (given.old, given.new) if given else (None, None)
         if not self.is_of_images:
             # RoBERTa, BART and OPT have two rows before the positions: 514 rows for 512.
@@ -261,6 +276,8 @@ class PositionTable(Struct, frozen=True, dict=True):
         counts = [0, *accumulate(self.tokens.values())] if self.pairing.tensors else [0, 1, 2, 5]
         if self.name == WINDOW_BIAS:
             counts = [0] if is_last else [0, 3]
+        elif self.last or "SegGptEmbeddings" in (self.target.modules or {}).get(self.around[0], ""):
+            counts = [1]
         fits = [tokens for tokens in counts if is_square(wanted - tokens) and (hand or is_square(rows - tokens))]
         if len(fits) != 1:
             return f"the file's {rows} positions and the model's {wanted} do not fit square grids with the same tokens"
@@ -287,6 +304,11 @@ class PositionTable(Struct, frozen=True, dict=True):
     def shown(self, grid: Grid) -> Grid:
         """Return a grid in the form in which the user gives it."""
         return window(grid) if self.name == WINDOW_BIAS else grid
+
+
+def is_last_tokens(key: str) -> bool:
+    """Return whether a parameter holds detection tokens, as in YOLOS."""
+    return key.rpartition(".")[2] in ("detection_tokens", "det_token")
 
 
 def _grid_like(goal: Grid, points: int) -> Grid | None:

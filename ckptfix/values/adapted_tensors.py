@@ -175,6 +175,7 @@ def _interpolated(
 
 # https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/pos_embed.py (open_clip: the same)
 _antialiased = _interpolated("bicubic", antialias=True)
+_bicubic = _interpolated("bicubic")
 
 
 def _geometric(grid: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -246,6 +247,15 @@ def _resized(resize: Callable[[Tensor, tuple[int, ...]], Tensor], *, tokens_firs
         return torch.cat((kept, made) if tokens_first else (made, kept)).reshape(edit.shape)
 
     return formula
+
+
+def _before_last(table: Tensor, edit: Adapt) -> Tensor:
+    """https://github.com/huggingface/transformers/blob/main/src/transformers/models/yolos/modeling_yolos.py"""
+    old, new = edit.grids[:2], edit.grids[2:]
+    tables, end = table.reshape(-1, *table.shape[-2:]), 1 + math.prod(old)
+    grid = tables[:, 1:end].transpose(1, 2).reshape(len(tables), -1, *old)
+    made = _bicubic(grid, new).flatten(2).transpose(1, 2)
+    return torch.cat((tables[:, :1], made, tables[:, end:]), 1).reshape(edit.shape)
 
 
 def is_of_blocks(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
@@ -337,7 +347,8 @@ FORMULAS: Mapping[str, Formula] = {
     NORM: _norm,
     "pos_embed=timm": _resized(_antialiased, tokens_first=True),
     # https://github.com/huggingface/transformers/blob/main/src/transformers/models/vit/modeling_vit.py
-    "pos_embed=plain": _resized(_interpolated("bicubic"), tokens_first=True),
+    "pos_embed=plain": _resized(_bicubic, tokens_first=True),
+    "pos_embed=yolos": _before_last,
     # https://github.com/huggingface/transformers/blob/main/src/transformers/models/dinov2/modeling_dinov2.py
     "pos_embed=dinov2": _resized(_interpolated("bicubic", in_float32=True), tokens_first=True),
     # https://github.com/huggingface/transformers/blob/main/src/transformers/models/siglip2/modeling_siglip2.py
@@ -355,7 +366,7 @@ FORMULAS: Mapping[str, Formula] = {
     # https://github.com/mlfoundations/open_clip/blob/main/src/open_clip/model.py (`resize_text_pos_embed`)
     "pos_embed=linear": _resized(_interpolated("linear"), tokens_first=True),
     # https://github.com/microsoft/Swin-Transformer/blob/main/utils.py
-    "window_bias=swin": _resized(_interpolated("bicubic"), tokens_first=False),
+    "window_bias=swin": _resized(_bicubic, tokens_first=False),
     "window_bias=beit": _resized(_geometric, tokens_first=False),
     # https://github.com/huggingface/transformers/blob/main/src/transformers/models/beit/modeling_beit.py
     "window_bias=bilinear": _resized(_interpolated("bilinear"), tokens_first=False),

@@ -54,6 +54,14 @@ def tiny_vit(size: int) -> Any:
     return timm.create_model("tiny_vit_5m_224", window_sizes=windows, **sizes)
 
 
+def yolos(size: int) -> Any:
+    from transformers import YolosConfig, YolosModel
+
+    return YolosModel(
+        YolosConfig(**{**NARROW, "num_hidden_layers": 3}, image_size=[size, size], use_mid_position_embeddings=True)
+    )
+
+
 def qwen_vision(patch: int) -> Any:
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
@@ -183,6 +191,11 @@ KNOWN: dict[str, tuple[Pair, str, str]] = {
         "pos_embed=timm",
         "2x2 in the file (and 1 token), of 3x3 in the model",
     ),
+    "YOLOS": (
+        lambda: (yolos(64), yolos(96)),
+        "pos_embed=yolos",
+        "a grid of 4x4 in the file (and 1 token), of 6x6 in the model",
+    ),
     "NesT": (
         lambda: (nest(64), nest(128)),
         "pos_embed=plain",
@@ -232,7 +245,15 @@ def pair(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 # Recognised only by the classes of the model.
-BY_CLASS = {"Swin in timm", "Swin in transformers", "BEiT in transformers", "Data2Vec", "TimeSformer", "ViLT", "AIMv2"}
+BY_CLASS = {
+    "Swin in timm",
+    "Swin in transformers",
+    "BEiT in transformers",
+    "Data2Vec",
+    "TimeSformer",
+    "ViLT",
+    "AIMv2",
+}
 
 
 def offered(file: nn.Module, model: nn.Module) -> list[object]:

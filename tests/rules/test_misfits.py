@@ -128,11 +128,6 @@ def test_a_map_of_another_width_is_no_map_of_other_images(old, new, is_offered):
             {"conv1.weight": torch.zeros(8, 64, 3, 3)},
             id="the colours of 4x4 pixels, as in TResNet, one more each",
         ),
-        pytest.param(
-            {"pos_embed": torch.zeros(1, 30, 8), "det_token": torch.zeros(1, 5, 8)},
-            {"pos_embed": torch.zeros(1, 42, 8), "det_token": torch.zeros(1, 5, 8)},
-            id="tokens after the patches, as in YOLOS",
-        ),
         *(
             pytest.param({key: torch.zeros(9, 8)}, {key: torch.zeros(12, 8)}, id=key)
             for key in (

@@ -148,6 +148,27 @@ def test_models_of_transformers_with_a_formula_of_their_own(model, size, recipe)
     assert "the model is one of transformers; pos_embed=timm and pos_embed=plain" in finding.remedies[0].text
 
 
+def test_seggpt_has_a_class_token_in_its_table_only():
+    from transformers import SegGptConfig, SegGptModel
+
+    sizes = {"merge_index": 0, "intermediate_hidden_state_indices": [0], "mlp_dim": 8, "image_size": [256, 128]}
+    old, new = (SegGptModel(SegGptConfig(**NARROW, **sizes, pretrain_image_size=size)) for size in (64, 96))
+    (finding,) = propose(shape_mismatch, old.state_dict(), new)
+    assert "a grid of 4x4 in the file (and 1 token), of 6x6 in the model" in finding.message
+    assert finding.remedies[0].options == (("adapt", ("pos_embed=plain",)),)
+
+
+def test_the_decoder_of_vitmae_has_no_formula_for_a_grid():
+    """That of the decoder in transformers stretches all positions along one axis."""
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+    sizes = {f"decoder_{name}": size for name, size in NARROW.items()}
+    old, new = (ViTMAEForPreTraining(ViTMAEConfig(**NARROW, **sizes, image_size=size)) for size in (64, 96))
+    encoder, decoder = propose(shape_mismatch, old.state_dict(), new)
+    assert (decoder.keys, encoder.keys) == (("decoder.decoder_pos_embed",), ("vit.embeddings.position_embeddings",))
+    assert ["the model is one of transformers" in each.remedies[0].text for each in (encoder, decoder)] == [True, False]
+
+
 @pytest.mark.parametrize(("old", "new"), [((6, 6), (8, 8)), ((6, 4), (8, 10))], ids=["square", "not square"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1)], ids=["channels before the grid", "channels last"])
 def test_a_table_that_is_a_grid_shows_its_sides(order, old, new):

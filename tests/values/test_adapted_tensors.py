@@ -50,6 +50,23 @@ def test_positions_as_timm(dtype, tokens, old, new):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize(("old", "new"), GRIDS, ids=str)
+def test_positions_as_yolos(dtype, old, new):
+    """The tokens of detections are last, in the table of the first layer and in those of the others."""
+    from transformers import YolosConfig
+    from transformers.models.yolos import modeling_yolos
+
+    sides, size = [2 * side for side in old], tuple(2 * side for side in new)
+    config = YolosConfig(hidden_size=12, num_hidden_layers=4, image_size=sides, patch_size=2, num_detection_tokens=5)
+    first, others = torch.randn(1, 6 + math.prod(old), 12), torch.randn(3, 1, 6 + math.prod(old), 12)
+    middle = modeling_yolos.InterpolateMidPositionEmbeddings(config).to(dtype)
+    middle.load_state_dict({"mid_position_embeddings": others})
+    expected = modeling_yolos.InterpolateInitialPositionEmbeddings(config)(first.to(dtype), size)
+    for table, want in ((first, expected), (others, middle(size).detach())):
+        assert_same(adapted(table.to(dtype), "pos_embed=yolos", tuple(want.shape), (*old, *new)), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_maps_of_positions_as_timm(dtype):
     from timm.layers import resample_abs_pos_embed_nhwc
 
