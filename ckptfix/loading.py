@@ -151,8 +151,8 @@ def _prepare(model: nn.Module, state_dict: dict[str, Any], source: str) -> tuple
             continue
         if _kind(given.dtype) != _kind(tensor.dtype):
             raise TargetError(
-                f"{source}: {key} is of {_name(given.dtype)} and the model of {_name(tensor.dtype)} there, and "
-                "assign=True does not convert; omit it"
+                f"{source}: {key} is {_name(given.dtype)}, but {_name(tensor.dtype)} in the model, and assign=True "
+                "does not convert it; omit assign"
             )
         pairs[f"{_name(given.dtype)} for {_name(tensor.dtype)}"] = None
     _tie(own, state_dict)

@@ -295,7 +295,7 @@ def test_another_width_is_remarked_and_not_converted(dtype, said):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_another_kind_of_numbers_is_refused(dtype):
-    with pytest.raises(TargetError, match=rf"^f: own is of {str(dtype)[6:]} and the model of float32 there, and"):
+    with pytest.raises(TargetError, match=rf"^f: own is {str(dtype)[6:]}, but float32 in the model, and"):
         _prepare(Twice(), numbered(own=torch.ones(2, dtype=dtype)), "f")
 
 

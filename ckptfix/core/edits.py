@@ -246,13 +246,13 @@ class Delta(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         fewest, most = FORMS[self.form]
         if not fewest <= len(self.factors) <= most:
-            raise ValueError(f"{len(self.factors)} factors are not those of the form {self.form}")
+            raise ValueError(f"the form {self.form} does not take {len(self.factors)} factors")
         if not (isfinite(self.scaling) and isfinite(self.weight)):
             raise ValueError("the scaling and the weight have to be finite")
         if len(self.expert) not in (0, 4) or (self.expert and self.expert[0] >= self.expert[1]):
-            raise ValueError("an expert has a number, that of all, and the first and last row")
+            raise ValueError("expert needs its number, the number of experts, and the first and last row")
         if len(self.within) not in (0, 2):
-            raise ValueError("the rows that change have a first and a last one")
+            raise ValueError("within needs the first and the last row")
 
     @property
     def has_magnitude(self) -> bool:
@@ -299,7 +299,7 @@ class Fold(Edit, frozen=True, tag="fold"):
 
     def __post_init__(self) -> None:
         if len(self.sources) != PARAMETRIZATIONS[self.form]:
-            raise ValueError(f"{len(self.sources)} sources are not those of the form {self.form}")
+            raise ValueError(f"the form {self.form} does not take {len(self.sources)} sources")
         if self.dim >= max(len(self.shape), 1):
             raise ValueError(f"a tensor of {len(self.shape)} axes has no axis {self.dim}")
 

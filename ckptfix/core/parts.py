@@ -122,7 +122,7 @@ def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[s
             if part.source not in source:
                 raise PartsError(key, f"{part.source} is not a key of the source")
             if part.numel != numel(part.place):
-                raise PartsError(key, f"the part of {part.source} has {part.numel} elements, its place another number")
+                raise PartsError(key, f"the part of {part.source} and its place have different numbers of elements")
             taken[part.source].append(part.box)
         check_cover(key, [part.place for part in pieces], target[key])
     for key, boxes in taken.items():

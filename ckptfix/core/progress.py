@@ -68,7 +68,7 @@ def progress(bar: Callable[..., Bar] | None = None) -> Iterator[None]:
         try:
             from tqdm.auto import tqdm
         except ImportError as error:
-            raise UsageError("progress() draws with tqdm: pip install tqdm, or give it another bar") from error
+            raise UsageError("progress() needs tqdm: pip install tqdm, or pass another bar") from error
         bar = tqdm
     bars = _Bars(bar)
     try:

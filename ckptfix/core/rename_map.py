@@ -48,7 +48,7 @@ class MapRule(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         if self.label not in ("", *LABELS):
-            raise ValueError(f"the label is {self.label!r:.40}, and not one of {', '.join(LABELS)}")
+            raise ValueError(f"the label is {self.label!r:.40}, but has to be one of {', '.join(LABELS)}")
 
     def __str__(self) -> str:
         return ", ".join((f"{self.source} → {self.target}", *self.steps))

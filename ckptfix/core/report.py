@@ -159,7 +159,7 @@ class Report(Displayed, Struct, frozen=True):
         try:
             import pandas
         except ImportError as error:
-            raise UsageError("to_dataframe() makes a table of pandas: pip install pandas") from error
+            raise UsageError("to_dataframe() needs pandas: pip install pandas") from error
         columns = ["code", "name", "level", "message", "keys", "fixable", "fixed"]
         texts = [(each.code, each.name, each.level.name.lower(), each.message) for each in self.findings]
         others = [(list(each.keys), each.is_fixable, each in self.applied) for each in self.findings]

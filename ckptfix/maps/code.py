@@ -83,7 +83,7 @@ def _loop(line: ParsedRule) -> Iterator[str]:
     loops = [each for each in source.values() if each not in (line.joined, line.stacked)]
     known = {*source, *(each.name for each in (line.parted, line.unstacked) if each)}
     if unknown := line.target.names - known:
-        raise UsageError(f"{line.rule}: what {{{min(unknown)}}} is depends on the target; give a target to repair")
+        raise UsageError(f"{line.rule}: {{{min(unknown)}}} depends on the target; use the map in a repair instead")
     names = {each.name: each.name if each.is_number else f"v{at}" for at, each in enumerate(loops)}
     into = dict(names)
     indent = ""

@@ -215,14 +215,14 @@ class Steps(Struct, frozen=True):
         shapes = {key: shape for row in grid for key, shape in row}
         rows = [self._joined(row, texts) for row in grid]
         if any(row.shape != rows[0].shape for row in rows):
-            raise ValueError(f"{grid[0][0][0]} and {grid[-1][0][0]} have other shapes and cannot be stacked")
+            raise ValueError(f"{grid[0][0][0]} and {grid[-1][0][0]} differ in shape and cannot be stacked")
         made = Elements.stacked(rows) if self.stack else rows[0]
         if self.rearrange:
             made = self.rearrange.applied(made, wanted)
         if self.swap:
             size = made.shape[0] if made.shape else 1
             if size % 2:
-                raise ValueError(f"the {size} rows of {grid[0][0][0]} have no halves")
+                raise ValueError(f"swap needs an even number of rows, but {grid[0][0][0]} has {size}")
             made = Elements.joined(made.split([size // 2] * 2)[::-1])
         if self.unstack and not made.shape:
             raise ValueError("a single number cannot be unstacked")
@@ -242,7 +242,8 @@ class Steps(Struct, frozen=True):
             raise ValueError(f"{first[0]} and {last[0]} differ in more than one axis")
         sizes = [shape[axis] for shape in shapes]
         if self.concat.shares and sizes != self.concat.sizes(sum(sizes), len(row)):
-            raise ValueError(f"{first[0]} and its siblings are not as {':'.join(map(str, self.concat.shares))}")
+            ratio = ":".join(map(str, self.concat.shares))
+            raise ValueError(f"the sizes of {first[0]} and its siblings are not in the ratio {ratio}")
         return Elements.joined(made, axis)
 
     def _parted(self, tensor: Elements, texts: Sequence[str]) -> list[Elements]:

@@ -130,7 +130,7 @@ class ParsedRule(Struct, frozen=True):
             fits = [found for key in target or () if (found := pattern.match(key)) and values.items() <= found.items()]
             choices = {tuple(found[name] for name in numbers) for found in fits}
             if len(choices) != 1:
-                raise ValueError(f"nothing says what {{{numbers[0]}}} is; give a target")
+                raise ValueError(f"the value of {{{numbers[0]}}} is not known; give a target")
             values = {**values, **dict(zip(numbers, choices.pop(), strict=True))}
         if self.steps == Steps():
             ((key, shape),) = grid[0]
@@ -160,7 +160,7 @@ def _only(
     lists = [variable for variable in variables if variable.options]
     numbers = [variable for variable in variables if variable.is_number]
     if stars := [variable for variable in variables if variable not in lists + numbers]:
-        raise ValueError(f"one side has {len(stars)} * more than the other")
+        raise ValueError(f"one side has {len(stars)} more * than the other")
     if len(lists) != cuts:
         raise ValueError(
             f"{cut} needs a list in braces that only one side has"

@@ -67,7 +67,7 @@ def test_json_and_back(given):
     ("parts", "problem"),
     [
         pytest.param([Part("x", ROWS, ROWS)], "not a key of the source", id="no such key"),
-        pytest.param([Part("a", ROWS, ((0, 3), (0, 3)))], "another number", id="sizes differ"),
+        pytest.param([Part("a", ROWS, ((0, 3), (0, 3)))], "different numbers", id="sizes differ"),
         pytest.param([Part("a", ROWS, ((3, 5), (0, 3)))], "outside", id="beyond the shape"),
         pytest.param([Part("a", ROWS, ROWS)], "have 6 of the 12 elements", id="a place without a source"),
         pytest.param([Part("a", ROWS, ROWS), Part("a", ROWS, ((2, 4), (0, 3)))], "overlap", id="one element twice"),

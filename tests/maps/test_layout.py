@@ -136,7 +136,7 @@ def test_steps_without_a_meaning(steps, says):
     ("source", "target", "steps", "says"),
     [
         ("e.{2n}", "e", ("stack",), "cannot be computed in a function; number from 0"),
-        ("e.x", "e.{n}", (), "what {n} is depends on the target"),
+        ("e.x", "e.{n}", (), "{n} depends on the target"),
     ],
 )
 def test_no_function_is_pasted_that_would_need_the_keys_of_a_target(source, target, steps, says):
