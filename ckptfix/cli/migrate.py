@@ -181,7 +181,7 @@ def draft(console: Console, source: str, destination: str | None, choices: Mappi
     if goal.exists():
         raise UsageError(f"{goal}: already exists; move it away, or name another file with ", Opt("table"))
     place_name, pattern = split_source(source)
-    console.progress(f"looking at {place_name}")
+    console.progress(f"examining {place_name}")
     place = open_place(place_name)
     items = list_zoo(place, () if pattern is None else (pattern,), choices.get("only"))
     text = draft_table(place, items, parse_size("temporary", choices.get("temporary")))

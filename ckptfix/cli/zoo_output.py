@@ -93,7 +93,7 @@ def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Ite
     earlier = f", {summary.earlier_files} by an earlier run" if summary.earlier_files else ""
     rate = (summary.done_bytes - summary.earlier_bytes) / max(summary.seconds, 1e-9)
     speed = f" ({size(round(rate))}/s)" if rate >= 1 else ""
-    verb = "looked at" if dry_run else "done"
+    verb = "checked" if dry_run else "done"
     yield f"{verb}: {counted(new, 'file')} in {time_text(summary.seconds)}{speed}{earlier}"
     if dry_run:
         yield "nothing was written; run the same command without --dry-run to write"

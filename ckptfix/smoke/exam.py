@@ -294,7 +294,7 @@ def redraw(subject: LoadedModel, tried: Tried, base: ExamOutcome) -> Pass | None
             other = attempt(subject, subject.arguments(drawn), base)
             if other.outcome.is_good:
                 wrong = "gave non-finite values" if failure is None else f"failed ({failure.error})"
-                return other.noting(f"normal random numbers {wrong}; {words} ran")
+                return other.noting(f"normal random numbers {wrong}; {words} worked")
     return None
 
 

@@ -203,11 +203,11 @@ def _nearest(number: int, group: Group, groups: Found) -> Iterator[str]:
     for other_number, (other, _) in enumerate(groups, 1):
         if other_number != number and other.layout.shapes.keys() == own.shapes.keys():
             if other.layout is own:
-                yield f"the layout of {other_number}; the rest of the files differs"
+                yield f"the layout of table {other_number}; the rest of the files differs"
             else:
                 pairs = ((key, shape, other.layout.shapes[key]) for key, shape in own.shapes.items())
-                unlike = [f"{key} {list(one)} and not {list(two)}" for key, one, two in pairs if one != two]
-                yield f"the keys of {other_number} with other shapes: {first_names(unlike, _FEW)}"
+                unlike = [f"{key} {list(one)} instead of {list(two)}" for key, one, two in pairs if one != two]
+                yield f"the keys of table {other_number} with other shapes: {first_names(unlike, _FEW)}"
             return
 
 

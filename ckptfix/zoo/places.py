@@ -93,7 +93,7 @@ class LocalPlace(Struct, frozen=True):
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise explained(error, self.where(name), "looked at") from error
+            raise explained(error, self.where(name), "examined") from error
         return _local_entry(name, status) if stat.S_ISREG(status.st_mode) else None
 
     def head(self, name: str, count: int) -> bytes:
@@ -248,7 +248,7 @@ class RemotePlace(Struct, frozen=True):
 
     def entry(self, name: str) -> Entry | None:
         """Return the file with this name; None if it does not exist."""
-        return persistently(lambda: self._look(name), self.where(name), "looked at")
+        return persistently(lambda: self._look(name), self.where(name), "examined")
 
     def head(self, name: str, count: int) -> bytes:
         """Return the first bytes of a file with one request, or two if the file is shorter."""

@@ -88,7 +88,7 @@ def survey(place: Place, items: Sequence[Item], room: float | None = None) -> li
     layouts: dict[str, ItemLayout] = {}
     items = [item for item in items if item.kind is not ItemKind.OTHER]
     summaries = []
-    task = Task(f"looking at {place.name}", sum(item.size for item in items))
+    task = Task(f"examining {place.name}", sum(item.size for item in items))
     with temporary_folder() as scratch:
         readable = [item for item in items if item.fault is None]
         found = each_on_this_machine(place, readable, scratch, room_at(scratch) if room is None else room)

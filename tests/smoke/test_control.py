@@ -47,7 +47,7 @@ def test_noise_that_a_sound_model_rejects_is_replaced(
     outcome = run(save, factory, changes=changes)
     assert outcome.is_good
     assert outcome.undecided == ""
-    assert outcome.notes == (f"normal random numbers {went_wrong}; numbers from 0 to 1 ran",)
+    assert outcome.notes == (f"normal random numbers {went_wrong}; numbers from 0 to 1 worked",)
 
 
 def test_a_trained_model_that_rejects_all_noise_is_no_defect(save: Save) -> None:

@@ -106,7 +106,7 @@ def test_what_it_tells(zoo):
         "# - the keys begin with module., which is removed: imagenet/ep1.pth.tar\n",
         'match = "imagenet/"\n',
         'match = "ours/"\n',
-        "with other shapes: fc.weight [10, 512] and not [1000, 512], fc.bias [10] and not [1000]\n",
+        "with other shapes: fc.weight [10, 512] instead of [1000, 512], fc.bias [10] instead of [1000]\n",
         "# each file has an averaged set (EMA) along with the raw one: model, model_ema; without this line model is",
         '# weights = "model_ema"\n',
         "# 3. BertForMaskedLM: 1 file",
