@@ -11,6 +11,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.lazy import nn, torch
 from ckptfix.core.report import Report
 from ckptfix.core.target import LOAD_ERRORS
+from ckptfix.core.wording import first_names
 from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import TargetError, UsageError
 from ckptfix.reading.opening import Source
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.settings import RepairSettings
-
-SHOWN = 3  # names in a remark
 
 
 def load(
@@ -164,11 +163,9 @@ def _left_empty(model: nn.Module) -> tuple[str, ...]:
     empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if not empty:
         return ()
-    names = ", ".join(empty[:SHOWN]) + (" …" if len(empty) > SHOWN else "")
     return (
         f"{counted(len(empty), 'tensor')} still on the meta device, because no state_dict has values for them: fill "
-        f"{names} "
-        "before use",
+        f"{first_names(empty)} before use",
     )
 
 

@@ -302,9 +302,10 @@ def test_another_kind_of_numbers_is_refused(dtype):
 def test_what_the_meta_device_left_empty_is_named():
     assert _left_empty(Twice()) == ()
     model = nn.Linear(2, 2)
-    for name in ("a", "b", "c", "d"):
+    for name in ("a", "b", "c", "d", "e"):
         model.register_buffer(name, torch.empty(1, device="meta"), persistent=False)
     (remark,) = _left_empty(model)
     assert remark == (
-        "4 tensors still on the meta device, because no state_dict has values for them: fill a, b, c … before use"
+        "5 tensors still on the meta device, because no state_dict has values for them: fill a, b, c, d and 1 more "
+        "before use"
     )

@@ -40,9 +40,7 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
         "bilinear": "resamples them (bilinear), as BEiT and Data2Vec in transformers",
         "levit": "resamples them (bicubic, antialiased), as timm for TinyViT",
     },
-    PATCH_EMBED: {
-        "timm": "resamples them, so that a resized patch gives the same output",
-    },
+    PATCH_EMBED: {"timm": "resamples them, so that a resized patch gives the same output"},
     IN_CHANS: {
         "timm": "repeats or sums the channels, scaled to the same sum",
         "mean": "gives each channel the mean of all, scaled to the same sum",

@@ -105,9 +105,8 @@ def _item_damaged(fact: Fact) -> str:
 
 
 def _ranks_differ(fact: Fact) -> str:
-    keys = fact.data["keys"]
-    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"holds different values of {keys[0]}{more} from several ranks; those of the first are used"
+    keys = first_names(fact.data["keys"], 1)
+    return f"holds different values of {keys} from several ranks; those of the first are used"
 
 
 def _doubtful_values(fact: Fact) -> str:
@@ -151,10 +150,7 @@ class Kind(Enum):
         "is damaged: its {place} stream fails after {there} bytes ({fault}), and the checkpoint in it may have wrong "
         "bytes",
     )
-    STREAM_CUT = (
-        "stream-cut",
-        "is cut short: its {place} stream ends early, after {there} bytes",
-    )
+    STREAM_CUT = ("stream-cut", "is cut short: its {place} stream ends early, after {there} bytes")
     TAR_HEADER = ("tar-header", "is damaged: the tar archive has no valid header at offset {offset}")
     TAR_CUT = ("tar-cut", "is cut short: the tar archive has {nbytes} bytes and its file {place} ends at byte {end}")
     TAR_HEADER_CUT = ("tar-header-cut", "is cut short: the tar archive ends inside a header, at byte {nbytes}")
@@ -192,10 +188,7 @@ class Kind(Enum):
     PICKLE_DAMAGED = ("pickle-damaged", "is damaged in its pickle at byte {start}, and nothing after that can be read")
     EXTRAS_LOST = ("extras-lost", "has lost tensors in {place}, which is left out")
     # safetensors.
-    HEADER_PADDING = (
-        "header-padding",
-        "is damaged: the length of its header leaves out the padding",
-    )
+    HEADER_PADDING = ("header-padding", "is damaged: the length of its header leaves out the padding")
     HEADER_NOTES = (
         "header-notes",
         "has values other than strings in __metadata__ ({keys:names}), which safetensors refuses "
@@ -277,10 +270,7 @@ class Kind(Enum):
     UNINITIALIZED = ("uninitialized", "{name}")
     WEIGHTS_BESIDE = ("weights-beside", "{tensors:tensor}, {numel:element}")
     LISTED_AVERAGE = ("listed-average", "a list of the parameters of {names} in order, like an average")
-    MOST_UNREAD = (
-        "most-unread",
-        "most of the file was not read: {unread} tensors besides the state_dict's {read}",
-    )
+    MOST_UNREAD = ("most-unread", "most of the file was not read: {unread} tensors besides the state_dict's {read}")
     FROZEN = ("frozen", _CONSTANTS)
     CONSTANTS = ("constants", _CONSTANTS)
     GUESSED_BUFFERS = ("guessed-buffers", "tensors other than parameters count as buffers")

@@ -367,6 +367,5 @@ def known_target(spec: str) -> Target:
         return structure.target(label, sizes, model.sizes)
     except ValueError as error:
         raise TargetError(
-            Opt("like", label),
-            f": images of {sizes['s']} do not divide into patches; those of {model.sizes['s']} do",
+            Opt("like", label), f": images of {sizes['s']} do not divide into patches; those of {model.sizes['s']} do"
         ) from error
