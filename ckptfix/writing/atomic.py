@@ -130,51 +130,58 @@ class OwnFile(NamedTuple):
 def deliver_file(temporary: Path, output: Path, backup_of: Path | None = None, flush: bool = True) -> None:
     """Rename a temporary file to the output, and flush the folder if ``flush``. The old content of ``backup_of`` is
     kept as ``<name>.bak``."""
-    backup = None
-    try:
-        if backup_of is not None and not has_backup(backup_of):
-            backup = _back_up(backup_of)
-        temporary.replace(output)
-    except OSError as error:
-        if backup is not None:
-            backup.unlink(missing_ok=True)
-        raise WriteError(f"{output}: cannot be put in place: {error.strerror}; the source is unchanged") from error
-    _placed.append((time.monotonic(), output))
-    if flush:
-        _confirm(output)
+    with _placing([output], flush):
+        backup = _back_up(backup_of) if backup_of is not None and not has_backup(backup_of) else None
+        try:
+            temporary.replace(output)
+        except OSError:
+            if backup is not None:
+                backup.unlink(missing_ok=True)
+            raise
 
 
 def deliver_files(folder: Path, goals: Sequence[Path]) -> None:
     """Move files of a temporary folder to ``goals`` of the same names, the one that the others depend on last.
 
     Raises ``WriteError`` if a move fails; none of them is in place then."""
-    target = goals[-1].parent
-    try:
-        (folder / _PLACING).write_text("\n".join(goal.name for goal in goals), encoding="utf-8")
-        flush_file(folder / _PLACING)
-        for goal in goals[:-1]:
-            (folder / goal.name).replace(goal)
-        flush_file(target)
-        (folder / goals[-1].name).replace(goals[-1])
-    except OSError as error:
-        raise WriteError(f"{goals[-1]}: cannot be put in place: {error.strerror}; the source is unchanged") from error
-    finally:
-        _undo(folder)
-    _placed.extend((time.monotonic(), goal) for goal in goals)
-    _confirm(goals[-1])
+    with _placing(goals):
+        try:
+            (folder / _PLACING).write_text("\n".join(goal.name for goal in goals), encoding="utf-8")
+            flush_file(folder / _PLACING)
+            for goal in goals[:-1]:
+                (folder / goal.name).replace(goal)
+            flush_file(goals[-1].parent)
+            (folder / goals[-1].name).replace(goals[-1])
+        finally:
+            _undo(folder)
 
 
 def deliver_folder(folder: Path, output: Path) -> None:
     """Rename a folder to the output, which does not exist. The files in it were flushed before."""
-    try:
+    with _placing([output]):
         for path in (*folder.rglob("*"), folder):
             if path.is_dir():
                 flush_file(path)
         folder.rename(output)
+
+
+@contextlib.contextmanager
+def _placing(goals: Sequence[Path], flush: bool = True) -> Iterator[None]:
+    """Report errors of the body as ``WriteError``; record that it put the goals in place, and flush their folder."""
+    output = goals[-1]
+    try:
+        yield
     except OSError as error:
         raise WriteError(f"{output}: cannot be put in place: {error.strerror}; the source is unchanged") from error
-    _placed.append((time.monotonic(), output))
-    _confirm(output)
+    _placed.extend((time.monotonic(), goal) for goal in goals)
+    try:
+        if flush:
+            flush_file(output.parent)
+    except OSError as error:
+        raise WriteError(
+            f"{output}: is written and in place, but the disk does not confirm its name ({error.strerror}): a power "
+            "cut could undo it; check the disk"
+        ) from error
 
 
 def has_backup(source: Path) -> bool:
@@ -352,13 +359,3 @@ def _back_up(source: Path) -> Path:
             flush_file(temporary)
             temporary.replace(backup)
     return backup
-
-
-def _confirm(output: Path) -> None:
-    try:
-        flush_file(output.parent)
-    except OSError as error:
-        raise WriteError(
-            f"{output}: is written and in place, but the disk does not confirm its name ({error.strerror}): a power "
-            "cut could undo it; check the disk"
-        ) from error
