@@ -89,7 +89,6 @@ class ComputedBytes(Struct, frozen=True, eq=False):
     compute: Callable[[int, int], memoryview]
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
         if start >= stop:
             return memoryview(b"")
         first, last = start // self.size, -(-stop // self.size)
@@ -100,7 +99,6 @@ class CachedBytes(ComputedBytes, frozen=True, eq=False):
     """Computed bytes in large units, such as a whole tensor: the last ones are cached, because reads are smaller."""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
         size, numbers = self.size, range(start // self.size, -(-stop // self.size)) if stop > start else ()
         parts = [_unit(self, at)[max(start - at * size, 0) : stop - at * size] for at in numbers]
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
@@ -124,7 +122,6 @@ class PartedBytes:
         raise NotImplementedError
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
         pieces = [part.read(first, last) for part, first, last in self.within(start, stop)]
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 

@@ -20,10 +20,9 @@ from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.errors import HostileError, Opt, WriteError
 from ckptfix.reading.boxes import is_range, row_major_blocks
-from ckptfix.reading.safetensors import CONTAINER, METADATA, TIES
+from ckptfix.reading.safetensors import ALIGNMENT, CONTAINER, METADATA, TIES
 from ckptfix.writing.plain import plain_root
 
-ALIGNMENT = 8
 _TEXT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 # Tensors may repeat stored bytes (zero strides, overlapping views) this many times if they take more than this many

@@ -26,7 +26,7 @@ from ckptfix.reading.archives.zip_directory import (
 from ckptfix.reading.archives.zip_recovery import ZipIndex, list_members, names_in_row
 from ckptfix.reading.folders.ranks.names import RANK_NAMES
 from ckptfix.reading.foreign.signatures import BUNDLES, PART, PARTS, name_bundle
-from ckptfix.reading.sniffing import PACKERS, is_torch_tar, is_zip
+from ckptfix.reading.sniffing import PACKERS, SAFETENSORS_HEADER_LIMIT, is_torch_tar, is_zip
 
 DEPTH_LIMIT = 4  # largest number of wrappers around a checkpoint: a `.zip` of a `.tar.gz` of a `.pth.gz` has four
 _PATH_LIMIT = 4096  # characters of a member's path; no system has longer ones
@@ -157,7 +157,7 @@ def looks_like_checkpoint(head: bytes) -> bool:
     if _wraps(head) or _PICKLE.match(head):
         return True
     # safetensors: the length of a JSON header, and the header.
-    return len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000
+    return len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= SAFETENSORS_HEADER_LIMIT
 
 
 def _wraps(head: bytes) -> bool:
@@ -178,7 +178,7 @@ def is_zip_of_files(content: Content) -> bool:
 
     Without its directory, it is recognised by the names in the headers of its members, as far as they can be
     followed."""
-    if content[:4] not in (b"PK\x03\x04", b"PK\x05\x06"):
+    if not is_zip(content):
         return False
     # A header with inserted bytes (CR before LF) may seem to have an empty name.
     names, first = member_names(content), [name for name in names_in_row(content) if name and not name.endswith("/")]

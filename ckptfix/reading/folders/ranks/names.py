@@ -25,7 +25,7 @@ NANOTRON_PART = re.compile(
 NUMBERED = re.compile(
     r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?(?:rank|shard)[._=-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
 )
-# Those of `torch_checkpointing` are told by the file beside them.
+# Files of `torch_checkpointing`, recognised by the metadata file beside them.
 ITEM = re.compile(r"(?P<stem>.+)(?P<world>)_(?P<rank>\d{1,7})(?P<suffix>\.pt)")
 ITEM_METADATA = "metadata.pkl"
 
