@@ -249,9 +249,8 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
             raise UsageError(*(Opt(name), " has no meaning without a model; add ", needed, ", or leave it out"))
     if given.get("smoke") is False:
         configured.pop("compare", None)
-    for first, second in (("model", "like"), ("quiet", "verbose")):
-        if first in given and second in given:
-            raise UsageError(Opt(first), " and ", Opt(second), " exclude each other")
+    if {"quiet", "verbose"} <= given.keys():
+        raise UsageError(Opt("quiet"), " and ", Opt("verbose"), " exclude each other")
     return {**configured, **given}
 
 
