@@ -1,4 +1,4 @@
-"""Zip archives for the tests whose fields are changed one by one, by their names."""
+"""Zip archives whose fields tests can change by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END = {"disk": (4, 2), "first disk": (6, 2), "here": (8, 2), "count": (10, 2), "
 
 
 def saved(weights: dict[str, Any], checksums: bool = True) -> bytes:
-    """What torch.save makes, with or without checksums."""
+    """Return what torch.save writes, with or without checksums."""
     buffer, before = io.BytesIO(), torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(checksums)
     try:
@@ -36,7 +36,7 @@ def saved(weights: dict[str, Any], checksums: bool = True) -> bytes:
 
 
 class Zip:
-    """The bytes of an archive, and where its records lie."""
+    """The bytes of an archive, and the positions of its records."""
 
     def __init__(self, data: bytes) -> None:
         self.data = bytearray(data)
@@ -57,7 +57,7 @@ class Zip:
         return sum(int.from_bytes(self.data[at + field : at + field + 2], "little") for field in (26, 28))
 
     def get(self, base: int, field: tuple[int, int]) -> int:
-        """The number in a field of the record at ``base``."""
+        """Return the number in a field of the record at ``base``."""
         at, width = base + field[0], field[1]
         return int.from_bytes(self.data[at : at + width], "little")
 
@@ -67,6 +67,6 @@ class Zip:
         self.data[at : at + width] = value.to_bytes(width, "little")
 
     def swap(self, first: int, second: int, length: int) -> None:
-        """Exchange the bytes at two places."""
+        """Exchange the bytes at two positions."""
         here, there = self.data[first : first + length], self.data[second : second + length]
         self.data[first : first + length], self.data[second : second + length] = there, here

@@ -1,4 +1,4 @@
-"""Folders that the frameworks themselves wrote, each with what their own consolidation makes of it (``samples``)."""
+"""Folders written by the frameworks themselves, with the results of their own consolidation (``samples``)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SAMPLES = Path(__file__).parent / "samples"
 
 
 def unpacked(name: str, folder: Path) -> tuple[Path, Any]:
-    """Unpack a sample; return the folder that was saved, and what the framework merges it to."""
+    """Unpack a sample; return the saved folder, and the result of the framework's own merge."""
     with tarfile.open(SAMPLES / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder / "saved", torch.load(folder / "truth.pt", weights_only=True)
 
 
 def swap(one: Path, other: Path) -> None:
-    """Give two files or folders the names of each other."""
+    """Swap the names of two files or folders."""
     one.rename(kept := one.with_name("kept"))
     other.rename(one)
     kept.rename(other)

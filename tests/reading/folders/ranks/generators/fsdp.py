@@ -1,4 +1,4 @@
-"""Make folders of ranks with FSDP on a CPU: ``python fsdp.py FOLDER WORLD PORT``. Each kind has its truth beside it.
+"""Write folders of FSDP ranks on a CPU: ``python fsdp.py FOLDER WORLD PORT``, each next to the expected result.
 
 Kinds: ``sharded``, ``local`` and ``names`` (FSDP 1: SHARDED_STATE_DICT, LOCAL_STATE_DICT without and with
 ``use_orig_params``), ``fsdp2`` (``fully_shard``), ``tensor_parallel`` and ``hybrid``."""
@@ -97,7 +97,7 @@ def second_fsdp(folder: Path, rank: int, world: int) -> None:
     for kind, (shape, names) in shapes.items():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         torch.manual_seed(0)
-        net = Net(7 if kind == "fsdp2" else 8)  # rows that four ranks cannot divide, and rows that they can
+        net = Net(7 if kind == "fsdp2" else 8)  # rows that four ranks cannot divide evenly, and that they can
         if kind == "tensor_parallel":
             parallelize_module(net, mesh["tp"], {"head": ColwiseParallel()})
             mesh = mesh["dp"]
@@ -122,5 +122,5 @@ def run(rank: int, folder: str, world: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    # Forked: each rank would import torch anew otherwise, which takes longer than all that it does.
+    # Forked, since importing torch in each rank would take longer than everything else.
     start_processes(run, (sys.argv[1], int(sys.argv[2]), int(sys.argv[3])), int(sys.argv[2]), start_method="fork")

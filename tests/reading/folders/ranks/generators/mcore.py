@@ -1,4 +1,4 @@
-"""Make folders of Megatron on a CPU: ``python mcore.py FOLDER 4 PORT [CASE …]``, in an environment with megatron-core.
+"""Write folders of Megatron on a CPU: ``python mcore.py FOLDER 4 PORT [CASE …]``, in an environment with megatron-core.
 
 A case is ``TENSOR-PIPELINE-CHUNKS-gelu|swiglu-mha|gqa-tied|untied``. Beside the ranks of each (``CASE``) there is the
 same model as ``torch_dist`` (``CASE-dist``), and what Megatron itself loads of that on one rank (``CASE.pt``)."""
@@ -23,7 +23,7 @@ LAYERS, VOCABULARY = 4, 64
 
 
 def chunks_of(grid: tuple[int, int, int], gated: bool, groups: int, is_tied: bool) -> list[Any]:
-    """Return what this rank has of a GPT: one model, or one for each chunk of its stage."""
+    """Return this rank's part of a GPT: one model, or one for each chunk of its stage."""
     state = import_module("megatron.core.parallel_state")
     tensor, pipeline, virtual = grid
     config = import_module("megatron.core.transformer.transformer_config").TransformerConfig(
@@ -125,12 +125,12 @@ def make(folder: Path, case: str) -> None:
 def run(rank: int, folder: str, world: int, cases: list[str]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    # What dist_checkpointing asks of a GPU on the way.
+    # Stands in for the functions of a GPU that dist_checkpointing calls.
     for name, answer in {"synchronize": None, "current_device": "cpu", "current_stream": None}.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    setattr(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)  # noqa: B010 - what mypy lets be set no other way
+    setattr(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)  # noqa: B010 - mypy allows no assignment
     for case in cases:
-        # Megatron makes some thirty groups for each case, and gloo keeps threads for every group that is not destroyed.
+        # Megatron creates about thirty groups per case, and gloo keeps threads for each until it is destroyed.
         store = f"file://{Path(folder).absolute()}/{case}.store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
         make(Path(folder), case)

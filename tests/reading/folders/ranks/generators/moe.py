@@ -1,4 +1,4 @@
-"""Make DeepSpeed's mixtures of experts on a CPU: ``python moe.py FOLDER WORLD PORT CASE …``, where ``zero.py`` runs.
+"""Write DeepSpeed's mixtures of experts on a CPU: ``python moe.py FOLDER WORLD PORT CASE …``, where ``zero.py`` runs.
 
 A case is ``STAGE-DTYPE-EP-GROUPS``: stage 0, 1 or 2; fp32, bf16 or fp16; over how many ranks experts are divided; one
 or two optimizer groups. Its truth, ``CASE.pt``, is gathered from the live optimizers: masters and moments, by fragment
@@ -22,7 +22,7 @@ FIELDS = ("exp_avg", "exp_avg_sq")
 
 
 class Net(nn.Module):
-    """Two layers of experts of several tensors each, one beside a dense layer, and a buffer of integers."""
+    """Two layers of experts with several tensors each, one next to a dense layer, and an integer buffer."""
 
     def __init__(self, ep_size: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def train(folder: Path, case: str, rank: int, world: int) -> None:
 
 
 def fragments(engine: Any, stage: int) -> Iterator[tuple[str, Any]]:
-    """Yield what this rank has of every parameter: its shape, and where each of the values begin that it has."""
+    """Yield this rank's part of every parameter: its shape, and where each range of its values begins."""
     for name, parameter in engine.module.named_parameters():
         held = parameter._hp_mapping if stage else None
         if not stage:

@@ -1,4 +1,4 @@
-"""Make folders of DeepSpeed's ZeRO on a CPU: ``python zero.py FOLDER WORLD PORT [CASE …]``, in an environment that has
+"""Write folders of DeepSpeed's ZeRO on a CPU: ``python zero.py FOLDER WORLD PORT [CASE …]``, in an environment that has
 DeepSpeed (``DS_ACCELERATOR=cpu DS_BUILD_OPS=0``).
 
 A case is ``STAGE-DTYPE-GROUPS``: stage 1 to 3; fp32, bf16 or fp16; one, two or many optimizer groups. Without any, all
@@ -26,7 +26,7 @@ CASES = tuple("-".join(map(str, case)) for case in product((1, 2, 3), ("fp32", "
 
 
 class Net(nn.Module):
-    """Tied embeddings, frozen parameters, buffers of floats and of integers, and sizes that no world divides."""
+    """Tied embeddings, frozen parameters, float and integer buffers, and sizes that no number of ranks divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def truth(folder: Path) -> dict[str, Any]:
     )
     try:
         convert(arguments)
-    except (RuntimeError, TypeError):  # of stage 3 with small sub-groups, before 0.19; it takes no arguments in 0.12
+    except (RuntimeError, TypeError):  # stage 3 with small sub-groups before 0.19; no arguments in 0.12
         return made
     made["moments"] = {}
     for file in universal.glob("zero/*/exp_avg*.pt"):
@@ -133,14 +133,14 @@ def run(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    # With gloo, all releases but 0.16 and 0.19 gather into views of which torch keeps a history.
+    # With gloo, all releases except 0.16 and 0.19 gather into views that autograd tracks.
     gather = torch.no_grad()(dist.all_gather_into_tensor)
     dist.all_gather_into_tensor = lambda output_tensor, *args, **named: gather(output_tensor.data, *args, **named)
-    # Compiled on first use, which waits for ever if a compiler was killed once.
+    # Compiled on first use, which hangs if a compiler was ever killed.
     backend: Any = import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
     accelerator = import_module("deepspeed.accelerator").get_accelerator()
-    accelerator.is_fp16_supported = lambda: True  # says no on a CPU, which can do all that is asked here
+    accelerator.is_fp16_supported = lambda: True  # False on a CPU, although it supports everything used here
     import_module("deepspeed").init_distributed(dist_backend="gloo")
     for case in cases:
         make(Path(folder), case, rank, world)
