@@ -520,8 +520,8 @@ def check_alone(adapter: Adapter) -> None:
     how = adapter.config.get("init_lora_weights")
     if isinstance(how, str) and how.lower().startswith(_REBUILT):
         raise AdapterError(
-            f"{path}: trained with init_lora_weights={how}, which changes the base too; convert it first, in peft with "
-            "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+            f"{path}: trained with init_lora_weights={how}, which changes the base too; merge it in peft, which "
+            "repeats that, or convert it there with save_pretrained(…, path_initial_model_for_weight_conversion=…)"
         )
     # The components of a pipeline are trained separately: each may have been saved with or without alphas.
     scaled = {layer.component for layer in adapter.layers if "alpha" in layer.keys}

@@ -588,6 +588,8 @@ def _whole(
     value, spec = adapter.checkpoint.specs[stored], checkpoint.specs.get(key)
     _refuse_weight(adapter, f"has {stored} whole, so no weight applies")
     if spec is None:
+        if "peft_type" not in adapter.config:
+            raise _by_its_library(adapter, f"has {stored}, which ckptfix does not know")
         if other := _same_by_another_name(checkpoint, key, value.shape):
             raise AdapterError(
                 f"{adapter.path}: has {stored} whole, but {checkpoint.path} has {other} instead; rename its layers "
@@ -595,8 +597,6 @@ def _whole(
                 Opt("model"),
             )
         if not is_copied(adapter, key) and not (is_of_words(key) and value.shape[1:]):
-            if not adapter.is_peft:
-                raise _by_its_library(adapter, f"has {stored}, which ckptfix does not know")
             raise _of_other_base(adapter, f"has {stored}, which {checkpoint.path} lacks")
         merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
     elif "float" in value.dtype and "float" not in spec.dtype:
