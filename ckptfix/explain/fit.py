@@ -348,8 +348,13 @@ def _cases(mismatch: Mismatch) -> list[Case]:
 
 def _recipes(mismatch: Mismatch) -> dict[str, str]:
     """Return the value of ``--adapt`` for each mismatched key that has a recipe."""
-    found = _cases(mismatch)
-    return {key: f"{case.name}={case.recipes[0]}" for case in found if case.recipes for key in case.shapes}
+    found = [case for case in _cases(mismatch) if case.recipes]
+    return {
+        key: f"{case.name}={case.recipes[0]}"
+        for case in found
+        for key, (_, wanted) in case.shapes.items()
+        if all(wanted)
+    }
 
 
 def _share(finding: Finding, mismatch: Mismatch) -> str:
@@ -379,7 +384,7 @@ _EMPTY = (
 )
 _UNGATHERED = (
     "nothing in the model (a size of 0): ZeRO-3 sharded it when it was built, so load the file before that, or inside"
-    " deepspeed.zero.GatheredParameters"
+    " deepspeed.zero.GatheredParameters; or it was built without its words, images or classes"
 )
 _ONES = "an extra or missing axis of one element, which changes no value"
 _CODES = "quantised weights with different bits or group size, or from another release of the quantiser"

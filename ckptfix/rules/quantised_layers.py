@@ -46,7 +46,8 @@ CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
 _OTHER = "codes with scales of another format"
 _APART = "codes whose scales are under other names"
 
-_PACKED = re.compile(r"(.+)_blocks")  # MXFP4, for a parameter without a suffix
+# Codes of a parameter without a suffix, such as that of all experts: MXFP4, compressed-tensors.
+_PACKED = re.compile(r"(.+)_(blocks|packed)")
 
 DEQUANTISE = "load the file with the library that wrote it, dequantise the model, and save it again"
 
@@ -66,7 +67,9 @@ def wanted_layers(specs: Mapping[str, TensorSpec], target: Target | None) -> dic
 def keys_of_codes(keys: Iterable[str]) -> tuple[str, ...]:
     """Return the keys that occur only in quantised layers."""
     parts = {part for part, _ in _NAMES}
-    return tuple(key for key in keys if (found := _BESIDE.fullmatch(key)) and found["part"] in parts)
+    return tuple(
+        key for key in keys if ((found := _BESIDE.fullmatch(key)) and found["part"] in parts) or key.endswith("_packed")
+    )
 
 
 def beside_codes(module: str, keys: Container[str]) -> str | None:
@@ -96,6 +99,10 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
             layer.scheme = NVFP4  # ComfyUI has the scales in another order
     for key, codes in specs.items():
         found = _PACKED.fullmatch(key)
+        if found and found[2] == "packed" and f"{found[1]}_scale" in specs:
+            parts = {part: f"{found[1]}_{part}" for part in ("packed", "scale", "shape", "zero_point", "global_scale")}
+            kept = {part: name for part, name in parts.items() if name in specs}
+            layers[found[1]] = QuantisedLayer(kept, "compressed-tensors")
         scales = specs.get(f"{found[1]}_scales") if found else None
         if found and scales and unpacked_shape(codes, scales):
             layers[found[1]] = QuantisedLayer({"blocks": key, "scales": f"{found[1]}_scales"}, MXFP4)
@@ -125,7 +132,7 @@ def _is_wanted(path: str, layer: QuantisedLayer, target: Target | None) -> bool:
     """Return whether the model wants the plain weight, and has no place for the tensors next to the codes."""
     if target is None:
         return True
-    slot = target.slots.get(path if layer.scheme == MXFP4 else layer.parts.get("weight", f"{path}weight"))
+    slot = target.slots.get(layer.parts.get("weight", f"{path}weight" if path.endswith(".") or not path else path))
     beside = [key for part, key in layer.parts.items() if part != "weight"]
     return (
         slot is not None

@@ -138,6 +138,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "WARNING:root:A <class 'LlamaForCausalLM'> model is loaded from './sft', and no v_head weight is found. This IS"
         " expected if you are not resuming PPO training.",
         "LlamaForCausalLM LOAD REPORT from: out\nKey | Status |\nlm_head.weight | MISSING |",
+        "layers.{0...39}.mlp.experts.down_proj_packed | UNEXPECTED |\nlayers.{0...39}.mlp.down_proj | MISSING",
         "Some weights of the model checkpoint at bert-base-uncased were not used when initializing BertModel:"
         " ['cls.predictions.bias', 'cls.predictions.transform.dense.weight']",
     ),

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptfix
+from ckptfix.report.advice import recommended
 from tests.checks import bytes_of
 from tests.rules.test_fit107_quantised_weights import net
 
@@ -35,6 +36,23 @@ def test_scales_follow_their_codes_to_other_names(code, names, tmp_path):
     assert {finding.code for finding in repaired.report.fixed} >= {code, "FIT107"}
     assert bytes_of(repaired.state_dict()["layers.1.fc.weight"]) == bytes_of(codes.float() * 0.5)
     assert repaired.report.exit_code == 0
+
+
+def test_codes_of_experts_without_a_suffix_are_neither_dropped_nor_filled(tmp_path):
+    """compressed-tensors packs the matrix of all experts as `gate_up_proj_packed`."""
+    plain = {"experts.gate_up_proj": torch.randn(4, 16, 32), "router.weight": torch.randn(64, 64)}
+    beside = {
+        "experts.gate_up_proj_scale": torch.rand(4, 16, 1),
+        "experts.gate_up_proj_shape": torch.tensor([4, 16, 32]),
+    }
+    codes = {"experts.gate_up_proj_packed": torch.zeros(4, 16, 4, dtype=torch.int32), **beside}
+    state = {"router.weight": plain["router.weight"], **codes}
+    save_file(state, tmp_path / "f.safetensors")
+    save_file(plain, tmp_path / "like.safetensors")
+    (finding,) = ckptfix.check(tmp_path / "f.safetensors").findings
+    assert (finding.code, set(finding.keys)) == ("FIT107", set(codes))
+    report = ckptfix.check(tmp_path / "f.safetensors", like=tmp_path / "like.safetensors")
+    assert [remedy.options for remedy in recommended(report)] == []
 
 
 def test_codes_that_lose_their_scales_are_not_written(tmp_path):
