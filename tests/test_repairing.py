@@ -124,7 +124,12 @@ API: Any = ckptfix
         pytest.param(lambda file: API.repair(file, net(), smoke=True), "needs a factory", id="smoke"),
         pytest.param(lambda file: API.repair(file, output=file), "is the source itself", id="output is the source"),
         pytest.param(lambda file: API.repair(file, output=file.parent), "is a folder", id="output is a folder"),
-        pytest.param(lambda file: API.repair(file, output="x", beside=True), "exclude each other", id="two outputs"),
+        pytest.param(
+            lambda file: API.repair(file, output="x", beside=True), "output= and beside= exclude", id="two outputs"
+        ),
+        pytest.param(
+            lambda file: API.repair(file, beside=True, in_place=True), "beside= and in_place= exclude", id="two places"
+        ),
         pytest.param(lambda file: API.repair(file, backup=True), "needs in_place=", id="backup of what"),
         pytest.param(lambda file: API.repair({}, in_place=True), "has no path", id="memory in place"),
         pytest.param(

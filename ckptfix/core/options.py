@@ -6,7 +6,8 @@ it. Options that the library takes too are fields of ``core.settings.Settings``,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -215,14 +216,23 @@ def _pairs(value: Any) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (str(value),)
 
 
-def _library_form(option: Option, value: Any) -> Any:
-    if option.kind is Type.PAIRS:
+def texts_of(option: Option, value: object) -> tuple[str, ...]:
+    """Return the value of a list option as texts. It is a text or path, a sequence of these, or a table of texts; of
+    NAMES, a text may hold several or none. Raises ``UsageError`` for anything else."""
+    if isinstance(value, Mapping):
         return _pairs(value)
+    items: Iterable[Any] = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    texts = tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in items)
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError(Opt(option.name, value), ": give a string, or a list of strings")
     if option.kind is Type.NAMES:
-        texts = (value,) if isinstance(value, str) else value
         return tuple(name for text in texts for name in text.replace(",", " ").split())
-    if option.kind in (Type.INPUTS, Type.FILES):
-        return (value,) if isinstance(value, str) else tuple(value)
+    return texts
+
+
+def _library_form(option: Option, value: Any) -> Any:
+    if option.kind in LISTS:
+        return texts_of(option, value)
     if option.kind is Type.ARGUMENTS and isinstance(value, str):
         try:
             value = json.loads(value)

@@ -71,9 +71,10 @@ class Destination(Struct, frozen=True):
         exclude each other.
 
         Its format is that of the settings, else that of the output's suffix, else that of the source."""
-        if output is not None and (in_place or beside):
-            pair = Opt("output"), " and ", Opt("in_place")
-            raise UsageError(*pair, " exclude each other: name another file, or replace the source")
+        given = {"output": output is not None, "beside": beside, "in_place": in_place}
+        if sum(given.values()) > 1:
+            one, other, *_ = (Opt(name) for name, is_given in given.items() if is_given)
+            raise UsageError(one, " and ", other, " exclude each other: name another file, or replace the source")
         if backup and not in_place:
             raise UsageError(Opt("backup"), " needs ", Opt("in_place"), "; otherwise the source is never changed")
         source = Path(checkpoint.path) if checkpoint.format != IN_MEMORY else None

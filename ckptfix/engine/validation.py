@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.adaptations import RECIPES, adaptation
 from ckptfix.core.option import CHECK, LISTS, REPAIR
-from ckptfix.core.options import OPTIONS, settings_of
+from ckptfix.core.options import BY_NAME, settings_of, texts_of
 from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.core.settings import FORMATS, UNIVERSAL, Settings
 from ckptfix.core.wording import nearest
@@ -42,8 +42,10 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
             close = nearest(name, known, 0.7)
             hint = f"; did you mean {close!r}?" if close else ""
             raise UsageError(f"{function}() has no setting {name!r}{hint}")
-    lists = {option.name for option in OPTIONS if option.kind in LISTS}
-    own: dict[str, Any] = {name: _texts(name, value) if name in lists else value for name, value in given.items()}
+    own: dict[str, Any] = {
+        name: texts_of(option, value) if (option := BY_NAME[name]).kind in LISTS else value
+        for name, value in given.items()
+    }
     settings = Settings(**own)
     codes = {name: _codes(name, getattr(settings, name)) for name in ("select", "ignore", "accept")}
     settings = replace(settings, **codes, rename_map=_rename_map(settings))
@@ -142,14 +144,3 @@ def _codes(name: str, given: Iterable[str]) -> tuple[str, ...]:
             hint = f"did you mean {close}?" if close else "codes look like KEY101, BUF or VAL"
             raise UsageError(Opt(name, code), f": no rule code begins with this; {hint}")
     return codes
-
-
-def _texts(name: str, given: object) -> tuple[str, ...]:
-    """Return a list setting, given as a text or path, a sequence of these, or a table of texts, as texts."""
-    if isinstance(given, Mapping):
-        return tuple(f"{key}={text}" for key, text in given.items())
-    items = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    texts = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in items]
-    if not all(isinstance(text, str) for text in texts):
-        raise UsageError(Opt(name, given), ": give a string, or a list of strings")
-    return tuple(map(str, texts))

@@ -7,6 +7,7 @@ import pytest
 from ckptfix.core.finding import FILE
 from ckptfix.core.option import CHECK, REPAIR, Type
 from ckptfix.core.options import (
+    BY_NAME,
     OPTIONS,
     command_words,
     flag_text,
@@ -14,6 +15,7 @@ from ckptfix.core.options import (
     library_settings,
     option_words,
     settings_of,
+    texts_of,
 )
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
@@ -93,6 +95,11 @@ def test_every_choice_reaches_its_setting():
         "seed": 7,
         "input": ("2x3", "mask=2x3:int:0:2"),
     }
+
+
+@pytest.mark.parametrize("value", ["", [], [""], ", "])
+def test_no_names_are_no_names(value):
+    assert texts_of(BY_NAME["ignore"], value) == ()
 
 
 def test_a_check_takes_no_settings_of_a_forward_test():

@@ -26,6 +26,12 @@ def test_one_code_or_path_may_be_given_as_it_is(tmp_path):
     assert settings.fill == str(tmp_path / "other.pth")
 
 
+def test_one_text_holds_several_codes_or_none_as_on_the_command_line():
+    """An empty text began every code: ``ignore=""`` skipped all rules, and the file looked clean."""
+    settings = checked_settings({"select": "KEY, buf101", "ignore": "", "accept": [""]})
+    assert (settings.select, settings.ignore, settings.accept) == (("KEY", "BUF101"), (), ())
+
+
 def test_each_list_of_the_table_takes_a_text_a_path_a_sequence_and_a_table(tmp_path):
     """`input=Path("batch.npy")` was no list of strings, and `adapt` alone took a table."""
     names = [option.name for option in OPTIONS if option.is_setting and option.kind in LISTS]
