@@ -98,7 +98,7 @@ def _is_added(edit: Edit) -> bool:
 def _refuse_conflicts(checkpoint: Checkpoint, step: Step, edited: set[str], dropped: set[str], used: set[str]) -> None:
     renamed = [edit.key for edit in step.edits if isinstance(edit, Rename)]
     if len(renamed) != len(set(renamed)):
-        raise PlanError(f"{step.rule} renames a key twice in one step; remove one of the two edits")
+        raise PlanError(f"{checkpoint.path}: {step.rule} renames a key twice in one step; remove one of the two edits")
     if absent := (edited | dropped | used) - checkpoint.entries.keys():
         raise mismatch(checkpoint, f"{step.rule} edits the key {min(absent)}, which does not exist")
     if both := (edited & (dropped | used)) or (dropped & used):

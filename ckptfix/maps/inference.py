@@ -143,7 +143,7 @@ def spelled(source: Shapes, target: Shapes) -> Inference | None:
     """Return the map of a file whose names are the target's with underscores or slashes instead of dots, perhaps with a
     common prefix (``ema_layer1_0_conv1_weight``); None if too few are, or if two names could be the same. Tensors are
     matched by name even if their shapes differ."""
-    ours, theirs = ({_without_dots(key): key for key in side} for side in (source, target))
+    ours, theirs = ({re.sub(r"[./]", "_", key): key for key in side} for side in (source, target))
     if not theirs or (len(ours), len(theirs)) != (len(source), len(target)):
         return None
     longest = max(theirs, key=len)
@@ -162,10 +162,6 @@ def spelled(source: Shapes, target: Shapes) -> Inference | None:
     shapes = {key: full(source[name]) for key, name in fitting[0].items()}
     matches = {key: Match((Part(name, shapes[key], shapes[key]),), Label.CERTAIN) for key, name in fitting[0].items()}
     return Inference(matches, source, target, origin="spelling")
-
-
-def _without_dots(key: str) -> str:
-    return re.sub(r"[./]", "_", key)
 
 
 def others(first: Inference, until: float) -> Iterator[Inference]:
