@@ -170,11 +170,13 @@ def _deltas(
         groups[layer.component].append(layer)
     view, places = checkpoint, dict[str, _Holders]()
     names = {component: BaseNames(view, adapter, layers) for component, layers in groups.items()}
-    if not all(each.is_complete for each in names.values()):
+    if unfit := [component for component, each in names.items() if not each.fits]:
         other, known = _with_other_names(checkpoint)
-        again = {component: BaseNames(other, adapter, layers) for component, layers in groups.items() if known}
-        if any(len(each.found) > len(names[component].found) for component, each in again.items()):
-            view, places, names = other, known, again
+        again = {component: BaseNames(other, adapter, groups[component]) for component in unfit if known}
+        # The same names may be those of another text encoder, of other sizes.
+        better = {one: each for one, each in again.items() if each.fits or len(each.found) > len(names[one].found)}
+        if better:
+            view, places, names = other, known, {**names, **better}
     if not any(each.found for each in names.values()):
         raise max(names.values(), key=lambda each: len(each.layers)).mismatch()
     # Text encoders have the same names: a component does not apply if another one fits the same tensors.

@@ -530,6 +530,42 @@ def test_of_components_with_the_same_shapes_that_of_the_folder_is_merged(one, tw
         ckptfix.repair_state_dict(base, adapter=tmp_path / "both.safetensors", values=False)
 
 
+def open_clip_text(width):
+    from open_clip.transformer import TextTransformer
+
+    return TextTransformer(context_length=7, vocab_size=9, width=width, heads=2, layers=2, output_dim=width)
+
+
+@pytest.mark.parametrize("dots", [False, True])
+def test_the_two_text_encoders_of_sdxl_in_one_file(dots, tmp_path):
+    """The first has the names of transformers, and the second those of open_clip; the adapter has the same for both."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 9, "max_position_embeddings": 7, "num_hidden_layers": 2, "num_attention_heads": 2}
+    own = CLIPTextModel(CLIPTextConfig(**sizes, hidden_size=8, intermediate_size=32)).state_dict()
+    one = {f"conditioner.embedders.0.transformer.text_model.{key.removeprefix('text_model.')}": own[key] for key in own}
+    two = {f"conditioner.embedders.1.model.{key}": value for key, value in open_clip_text(12).state_dict().items()}
+    base = {**one, **two, "model.diffusion_model.out.weight": torch.zeros(3)}
+    tensors, want = {}, {key: value.clone() for key, value in base.items()}
+    for number, width in enumerate((8, 12)):
+        for layer in range(2):
+            module = f"text_model.encoder.layers.{layer}.self_attn.q_proj"
+            name = (
+                f"text_encoder{'_2' * number}.{module}" if dots else f"lora_te{number + 1}_{module.replace('.', '_')}"
+            )
+            down, up = torch.randn(2, width), torch.randn(width, 2)
+            tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+            places = [
+                f"conditioner.embedders.0.transformer.{module}.weight",
+                f"conditioner.embedders.1.model.transformer.resblocks.{layer}.attn.in_proj_weight",
+            ]
+            want[places[number]][:width] += up @ down
+    save_file(tensors, tmp_path / "trained.safetensors")
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "trained.safetensors", select="FIL108")
+    assert_same(repaired, want)
+
+
 @pytest.mark.parametrize("prefix", ["lora_unet_", "lycoris_"])
 def test_what_lycoris_saves_is_what_it_adds_in_training(prefix, tmp_path):
     """Of LoKr with two whole matrices the scale is one; differences are added to weights, norms and biases."""
