@@ -31,10 +31,12 @@ class CheckCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not type
 
     def __init__(self, stop: bool = False, **settings: Unpack[CheckSettings]) -> None:
         self.stop, self.watch = stop, Watch(**settings)
+        self._wrapper: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap ``trainer.save_checkpoint``: Lightning has no hook that runs after a checkpoint is saved."""
-        save = trainer.save_checkpoint
+        if (save := trainer.save_checkpoint) is self._wrapper:
+            return  # left by a fit that raised, after which Lightning does not call teardown
 
         @functools.wraps(save)
         def save_checkpoint(filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
@@ -42,7 +44,7 @@ class CheckCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not type
             if trainer.is_global_zero:
                 self.watch.check(filepath)
 
-        trainer.save_checkpoint = save_checkpoint
+        trainer.save_checkpoint = self._wrapper = save_checkpoint
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, number: int) -> None:
         """Stop the training if a defect was found and ``stop`` is set."""

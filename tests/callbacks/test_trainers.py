@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -166,6 +166,28 @@ def test_a_training_stops_when_it_was_asked_to(train, tmp_path):
 
     callback.watch.check = check_and_wait
     assert train(tmp_path, net, callback) in (10, 11)
+
+
+@pytest.mark.slow
+def test_lightning_checks_once_after_a_fit_that_raised():
+    """Lightning then calls ``setup`` again, without a ``teardown`` before it."""
+
+    class Trainer:
+        is_global_zero = True
+        saved: ClassVar[list[str]] = []
+
+        def save_checkpoint(self, path):
+            self.saved.append(path)
+
+    callback, trainer, checked = checking(with_lightning), Trainer(), list[str]()
+    callback.watch.check = checked.append
+    for path in ("a.ckpt", "b.ckpt"):
+        callback.setup(trainer, None, "fit")
+        trainer.save_checkpoint(path)
+    assert trainer.saved == checked == ["a.ckpt", "b.ckpt"]
+    callback.teardown(trainer, None, "fit")
+    trainer.save_checkpoint("c.ckpt")
+    assert (trainer.saved[-1], checked[-1]) == ("c.ckpt", "b.ckpt")
 
 
 TOGETHER = """
