@@ -142,7 +142,7 @@ _INTRODUCTION = """\
 Which files belong to which model. The first [[files]] table that matches a file applies; files that no table matches \
 get the repairs that need no model. Patterns without a slash match names at any depth, "folder/" everything below it.
 A line "# key = …" is a guess or a choice: remove the "# " to use it.
-A model line runs that code when the files are migrated, and each file is then loaded into the model and tried.
+A model line runs that code during the migration: each file is loaded into the model, and the model is run once.
 Next: read this file, then `ckptfix migrate {zoo} NEW --dry-run`; `--help` has the rest.
 """
 
