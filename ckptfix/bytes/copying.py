@@ -220,7 +220,7 @@ class Copier:
             done += os.write(self._descriptor, window[done : done + EDGE - (self._begin + done) % EDGE])
 
     def _reads_back(self, window: memoryview) -> bool:
-        assert self._descriptor is not None, "a file was read back that cannot be"
+        assert self._descriptor is not None, "a file that is not readable was read back"
         count, done = self._filled, 0
         while done < count:
             read = os.preadv(self._descriptor, [memoryview(self._written)[done:count]], self._begin + done)

@@ -159,7 +159,7 @@ def why_unopened(path: str, error: OSError | ValueError) -> str:
         return "cannot be opened: too many files are open; raise the limit of the system (ulimit -n)"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     is_closed = isinstance(error, PermissionError)
-    return f"cannot be opened: {reason}; {'ask its owner for the right to read it' if is_closed else 'check the path'}"
+    return f"cannot be opened: {reason}; {'ask its owner for read permission' if is_closed else 'check the path'}"
 
 
 # Bytes of the smallest read, so that the next small read nearby is free: in archives, the end of a member and the

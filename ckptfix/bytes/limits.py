@@ -82,9 +82,8 @@ class Bounds:
         self.left -= nbytes
         if self.left < 0:
             raise HostileError(
-                f"{self.path}: reading what is in it, before any tensor, would take more than {self.limit >> 20} MB of "
-                "memory, which no checkpoint of its size needs; do not use this file, or, if you made it, save its "
-                "weights alone"
+                f"{self.path}: parsing it, without any tensor, would take more than {self.limit >> 20} MB of memory, "
+                "which no checkpoint of its size needs; do not use this file, or, if you made it, save only its weights"
             )
 
     def step(self, count: int, waiting: int) -> None:
@@ -154,7 +153,7 @@ class Bounds:
             # An honest dict may have any number of keys: their hashes are spread evenly.
             if self._hashes[place] > COLLISIONS + 4 * self._keys // _PLACES:
                 raise hostile(
-                    self.path, "the keys of a dict are chosen to have one hash, so that it takes for ever to fill"
+                    self.path, "the keys of a dict were chosen to have equal hashes, so that filling it never ends"
                 )
         return key
 

@@ -116,7 +116,7 @@ class RemoteFile(OpenFile):
     def _complete(self, start: int, stop: int) -> Answer:
         answer = self._range(start, stop)
         if len(answer.data) < min(stop, answer.size) - start:
-            raise TransferError(f"{self.path}: {len(answer.data)} bytes came of a range of {stop - start}")
+            raise TransferError(f"{self.path}: {len(answer.data)} bytes were received of a range of {stop - start}")
         return answer
 
 
@@ -201,9 +201,7 @@ def _http_range(name: str, url: str, token: str | None, start: int, stop: int) -
             raise _explained(name, error) from error
     except URLError as error:  # it wraps the error of the connection
         raise error.reason if isinstance(error.reason, OSError) else error from error
-    raise UnreadableError(
-        f"{name}: its server sends files as a whole only, and no ranges of them; {download_advice(name)}"
-    )
+    raise UnreadableError(f"{name}: its server sends only whole files, not ranges; {download_advice(name)}")
 
 
 def _store_range(system: AbstractFileSystem, path: str, start: int, stop: int) -> Answer:
@@ -296,14 +294,14 @@ def _explained(url: str, error: HTTPError) -> Exception:
     code = error.headers["X-Error-Code"]
     if code == "GatedRepo":
         page = f"{_endpoint()}/{kind}/{name}" if kind else f"{_endpoint()}/{name}"
-        then = "your token has none yet" if _token() else "set HF_TOKEN to your token"
-        return UnreadableError(f"{url}: access is granted on request; ask for it at {page}, and {then}")
+        then = " for your token" if _token() else ", and set HF_TOKEN to your token"
+        return UnreadableError(f"{url}: access is granted on request; ask for it at {page}{then}")
     if code == "RevisionNotFound":
         return UnreadableError(f"{url}: the repository has no revision {revision}; name a branch, a tag or a commit")
     if error.code not in (401, 403):
         return error
-    which = "your token may not read it" if _token() else "set HF_TOKEN if it is private or gated"
-    return UnreadableError(f"{url}: no such repository, or no access to it; check the name, and {which}")
+    then = " and the permissions of your token" if _token() else ", and set HF_TOKEN if it is private or gated"
+    return UnreadableError(f"{url}: no such repository, or no access to it; check the name{then}")
 
 
 def _hub_parts(url: str) -> tuple[str, str, str, str]:

@@ -47,7 +47,7 @@ def test_keys_of_one_hash_are_refused_in_one_dict():
     bounds, owner = Bounds("f", 0), 5
     for index in range(1, limits.COLLISIONS + 1):
         bounds.key(index * ((1 << 61) - 1), owner)
-    with pytest.raises(HostileError, match="chosen to have one hash"):
+    with pytest.raises(HostileError, match="chosen to have equal hashes"):
         bounds.key(1000 * ((1 << 61) - 1), owner)
 
 

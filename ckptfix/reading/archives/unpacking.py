@@ -51,7 +51,7 @@ class Expansion:
             return
         if self.nbytes > max(RATIO_FLOOR, RATIO_LIMIT * packed):
             raise HostileError(
-                f"{self.path}: expands more than {RATIO_LIMIT} times ({packed} bytes to {self.nbytes} and on), which "
+                f"{self.path}: expands more than {RATIO_LIMIT} times ({packed} bytes to {self.nbytes} or more), which "
                 "weights never do; do not use this file, or unpack it yourself if you trust it"
             )
         import shutil  # few files need these, and importing them takes longer than reading a small file

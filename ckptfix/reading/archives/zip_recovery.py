@@ -300,7 +300,7 @@ def list_members(content: Content) -> ZipIndex:
         from ckptfix.bytes.remote import download_advice
 
         raise UnreadableError(
-            f"{content.path}: {directory.fault}; to see what of it is whole, {download_advice(content.path)}"
+            f"{content.path}: {directory.fault}; to see what is intact, {download_advice(content.path)}"
         )
     if end is not None and not directory.fault:
         trailing, refused = len(content) - end.end, why_refused(content, end)

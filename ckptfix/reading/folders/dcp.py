@@ -195,7 +195,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
         unfinished = any(folder.glob("*.metadata.tmp"))
         hint = "files that begin with a dot are easily missed: fetch it too"
         raise UnreadableError(
-            f"{folder}: chunks of torch.distributed.checkpoint without their {METADATA} file, which says what they are;"
+            f"{folder}: chunks of torch.distributed.checkpoint without their {METADATA} file, which describes them;"
             f" {'the save never finished: use an earlier one' if unfinished else hint}"
         )
     reading = _FolderReading(folder, salvage)

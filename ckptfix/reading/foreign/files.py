@@ -153,14 +153,14 @@ def _joblib(content: Content) -> str | None:
     """Name a file of joblib.dump: a pickle with the bytes of arrays between its opcodes, often compressed with zlib."""
     head = content[:READ]
     if head.startswith(b"\x80") and _ARRAY_OF_JOBLIB in head:
-        return f"a file of joblib with NumPy arrays, not a PyTorch checkpoint; {_JOBLIB}"
+        return f"a joblib file with NumPy arrays, not a PyTorch checkpoint; {_JOBLIB}"
     if head.startswith(_ZLIB):
         try:
             inside = zlib.decompressobj().decompress(head, 64)
         except zlib.error:
             return None
         if looks_like_checkpoint(inside):
-            return f"a stream of zlib, as joblib.dump(…, compress=…) writes it; {_JOBLIB}, or expand it with zlib"
+            return f"a zlib stream, as joblib.dump(…, compress=…) writes it; {_JOBLIB}, or expand it with zlib"
     return None
 
 
@@ -176,8 +176,8 @@ def _zeros(content: Content) -> str | None:
     if content[:1024].strip(b"\0") or content[-1024:].strip(b"\0"):
         return None
     return (
-        f"nothing but zeros at its start and end ({len(content)} bytes): the space was reserved and the download"
-        " never arrived; fetch it again"
+        f"only zeros at its start and end ({len(content)} bytes): the space was reserved, but the download"
+        " never finished; fetch it again"
     )
 
 
@@ -188,7 +188,7 @@ def _zero_head(content: Content) -> str | None:
         return None
     least = "at least " if zeros == len(head) else ""
     return (
-        f"begins with {least}{zeros} zeros, where every checkpoint says what it is: that part never arrived, or was"
+        f"begins with {least}{zeros} zeros in place of the header of a checkpoint: that part never arrived, or was"
         " wiped; fetch it again"
     )
 
@@ -198,13 +198,13 @@ def _by_name(content: Content) -> str | None:
     path = Path(content.member or content.path)
     suffix = path.suffix.lower()
     if suffix == ".aria2":
-        return "the notes of aria2 on a download, not the file itself; resume it with `aria2c -c`, then name the file"
+        return "aria2's record of a download, not the file itself; resume it with `aria2c -c`, then name the file"
     if suffix in UNFINISHED:
-        return f"a download that is not finished (its name ends in {path.suffix}); resume it, or fetch the file again"
+        return f"an unfinished download (its name ends in {path.suffix}); resume it, or fetch the file again"
     if re.search(r"\.data-\d{5}-of-\d{5}$", path.name):
-        return f"by its name the data of a TensorFlow checkpoint; {remedy('tensorflow')}"
+        return f"by its name, the data of a TensorFlow checkpoint; {remedy('tensorflow')}"
     if path.parent.name == "data" and path.name.isdigit():
-        return "by its place a storage of a torch file that was unpacked; name the folder that holds data.pkl"
+        return "by its location, a storage of an unpacked torch file; name the folder that has data.pkl"
     return None
 
 
@@ -296,7 +296,7 @@ def _starts(content: Content) -> Iterator[int]:
 
 
 READ = 1 << 16  # bytes of a file that are tested for text
-AGAIN = "check the address and the right to read it, and download the file again"
+AGAIN = "check the URL and your access to it, and download the file again"
 _MARKUP = 1 << 14  # characters of a page that are searched for its title
 _QUOTED = 120
 _ANSWER = 400  # characters of the longest text that may be a server's error message
@@ -338,8 +338,8 @@ def name_content(text: str, size: int) -> str:
         if (said := namer(text, size)) is not None:
             return said
     if len(text) <= _ANSWER and _REFUSAL.search(text):
-        return f"the answer of a server and not a checkpoint: {_quoted(text)}; {AGAIN}"
-    return f"a text file and not a checkpoint: {_quoted(text)}; is it the right file?"
+        return f"a server's response, not a checkpoint: {_quoted(text)}; {AGAIN}"
+    return f"a text file, not a checkpoint: {_quoted(text)}; is it the right file?"
 
 
 def _quoted(text: str) -> str:
@@ -365,7 +365,7 @@ def _headers(text: str, size: int) -> str | None:
         return None
     _, _, body = text.replace("\r\n", "\n").partition("\n\n")
     said = _title(body) or answer[1]
-    return f"the answer of a web server with its headers, and not a checkpoint: {_quoted(said)}; {AGAIN}"
+    return f"a web server's response with its headers, not a checkpoint: {_quoted(said)}; {AGAIN}"
 
 
 def _json(text: str, size: int) -> str | None:
@@ -377,12 +377,12 @@ def _json(text: str, size: int) -> str | None:
         if not re.match(r"[{\[]\s*[{\"]", text):
             return None
         state = "" if size > READ else ", cut short or damaged,"
-        return f"a JSON file{state} and not a checkpoint; name the file that holds the weights"
+        return f"a JSON file{state}, not a checkpoint; name the file that has the weights"
     if isinstance(parsed, dict) and len(parsed) <= _FEW and parsed.keys() & _OF_ANSWERS:
-        return f"the answer of a web service and not a checkpoint: {_quoted(text)}; {AGAIN}"
+        return f"a web service's response, not a checkpoint: {_quoted(text)}; {AGAIN}"
     names = ", ".join(f"{name!s:.30}" for name in list(parsed)[:4]) if isinstance(parsed, dict) else ""
     held = f" with {names}" if names else ""
-    return f"a JSON file{held}, and not a checkpoint; name the file that holds the weights"
+    return f"a JSON file{held}, not a checkpoint; name the file that has the weights"
 
 
 # The keys under which web services report errors, and the largest number of keys in such an object.
@@ -402,7 +402,7 @@ def _markup(text: str, size: int) -> str | None:
     if name.lower() in ("error", "errorresponse"):
         fields = re.findall(r"<(Code|Message)>(.*?)</\1>", text, re.IGNORECASE | re.DOTALL)
         said = ": ".join(html.unescape(value).strip() for _, value in fields)
-        what = "the error answer of a storage service and not a checkpoint"
+        what = "a storage service's error response, not a checkpoint"
         return f"{what}: {_quoted(said)}; {AGAIN}" if said else f"{what}; {AGAIN}"
     if is_page or name.lower() in _HTML:
         title = _title(text)
@@ -410,9 +410,9 @@ def _markup(text: str, size: int) -> str | None:
         remedy = AGAIN
         if "Google Drive" in title:
             remedy = "confirm the download in a browser, or wait until the quota is free again, and fetch it again"
-        return f"a web page{entitled}, and not a checkpoint: an error or a login page in its place; {remedy}"
+        return f"a web page{entitled}, not a checkpoint, probably an error or login page; {remedy}"
     if name:
-        return f"an XML file (<{name:.30}>) and not a checkpoint; is it the right file?"
+        return f"an XML file (<{name:.30}>), not a checkpoint; is it the right file?"
     return None
 
 
@@ -428,5 +428,5 @@ def _title(page: str) -> str:
 
 def _source(text: str, size: int) -> str | None:
     if text.startswith("#!") or len(_PYTHON.findall(text)) >= 2 or (_PYTHON.match(text) and "\n" in text):
-        return "source code and not a checkpoint; name the file that holds the weights"
+        return "source code, not a checkpoint; name the file that has the weights"
     return None

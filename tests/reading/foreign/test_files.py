@@ -79,7 +79,7 @@ def test_signatures_lead_to_one_answer_each() -> None:
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"ab" * 32 + b"\nsize 99\n", "of a file of 99"),
         (b"\x80\x02\x8a\r\nl\xfc", "into CR LF"),
-        (bytes(5000), "nothing but zeros"),
+        (bytes(5000), "only zeros at its start"),
         (b"\x89HDF\r\n\x1a\n" + bytes(8), "an HDF5 file"),
         (bytes(512) + b"\x89HDF\r\n\x1a\n" + bytes(8), "an HDF5 file"),
         (b"\x89HDF\r\n\x1a\n" + bytes(80) + b"keras_version", "a Keras model in HDF5"),
@@ -97,9 +97,9 @@ def test_signatures_lead_to_one_answer_each() -> None:
         (b"\xff\xfe" + torch_zip(state_dict()).decode("cp437").encode("utf-16-le"), "as UTF-16 text"),
         (b"\xfe\xff" + torch_zip(state_dict()).decode("latin-1").encode("utf-16-be"), "as UTF-16 text"),
         (bytes(600) + b"\1" * 100, "begins with 600 zeros"),
-        (JOBLIB, "a file of joblib with NumPy arrays"),
-        (zlib.compress(JOBLIB), "a stream of zlib, as joblib"),
-        (gzip.compress(JOBLIB, mtime=0), "a file of joblib with NumPy arrays"),
+        (JOBLIB, "a joblib file with NumPy arrays"),
+        (zlib.compress(JOBLIB), "a zlib stream, as joblib"),
+        (gzip.compress(JOBLIB, mtime=0), "a joblib file with NumPy arrays"),
         (NOISE, "look random"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
@@ -125,10 +125,10 @@ def test_what_nobody_knows_is_shown_by_its_first_bytes(content: bytes, tmp_path:
     ("name", "message"),
     [
         ("model.pth", "neither a torch file nor safetensors"),
-        *((f"model.pth{suffix}", "is not finished") for suffix in sorted(UNFINISHED - {".aria2"})),
+        *((f"model.pth{suffix}", "unfinished") for suffix in sorted(UNFINISHED - {".aria2"})),
         ("model.pth.aria2", "aria2c -c"),
-        ("model.ckpt-9.data-00000-of-00001", "by its name the data of a TensorFlow checkpoint"),
-        ("data/0", "folder that holds data.pkl"),
+        ("model.ckpt-9.data-00000-of-00001", "by its name, the data of a TensorFlow checkpoint"),
+        ("data/0", "folder that has data.pkl"),
     ],
 )
 def test_a_name_speaks_where_bytes_say_nothing(name: str, message: str, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_what_a_format_says_of_its_own_file_stands(name: str, tmp_path: Path) ->
     with pytest.raises(UnreadableError) as caught:
         opened(path)
     assert "random" not in str(caught.value)
-    assert "not finished" not in str(caught.value)
+    assert "unfinished" not in str(caught.value)
 
 
 def _link(path: Path) -> None:
@@ -239,28 +239,28 @@ def test_text_that_ends_inside_of_a_letter() -> None:
         ("/annex/objects/SHA256E-s98--ab.pth\n", "a pointer of git-annex, not the file itself; run `git annex get`"),
         ("../.git/annex/objects/X9/MD5E-s98--ab.pth", "a pointer of git-annex"),
         ("outs:\n- md5: ab\n  size: 98\n  path: model.pth\n", "a pointer of DVC, not the file itself; run `dvc pull`"),
-        ("outs:\n  - a", 'a text file and not a checkpoint: "outs: - a"'),
+        ("outs:\n  - a", 'a text file, not a checkpoint: "outs: - a"'),
         ("<!DOCTYPE html><html><title>Sign in</title>", 'a web page, "Sign in",'),
         ("<html>\n<body><h1>504 &amp;\n Time-out</h1>", 'a web page, "504 & Time-out",'),
-        ("<!-- a --><!-- b --><html>", "a web page, and not"),
+        ("<!-- a --><!-- b --><html>", "a web page, not"),
         ("<html><title>Google Drive - Quota exceeded</title>", "wait until the quota is free"),
         ("<html><title>Google Drive - Virus scan warning</title>", "confirm the download in a browser"),
-        (S3, 'a storage service and not a checkpoint: "NoSuchKey: No "such" key."'),
+        (S3, 'a storage service\'s error response, not a checkpoint: "NoSuchKey: No "such" key."'),
         ("<Error><Code>AccessDenied</Code></Error>", '"AccessDenied"'),
         ("<?xml version='1.0'?><net name='x'><title>t</title></net>", "an XML file (<net>)"),
         ("HTTP/1.1 403 Forbidden\r\nA: b\r\n\r\n<title>Gone</title>", '"Gone"'),
         ("HTTP/2 302 Found\r\nLocation: /login\r\n", '"302 Found"'),
         ('{"error": "Repository not found"}', '"Repository not found"'),
         ('{"error": {"code": 404, "message": "No such object"}}', '"No such object"'),
-        ('{"errors": ["bad", {"detail": "worse"}]}', 'service and not a checkpoint: "{"errors": ["bad", {"detail"'),
+        ('{"errors": ["bad", {"detail": "worse"}]}', 'response, not a checkpoint: "{"errors": ["bad", {"detail"'),
         ('{"message": "Not Found", "status": "404"}', '"Not Found"'),
         (json.dumps({"message": "Hello", **dict.fromkeys("abcdefgh", 1)}), "a JSON file with message, a, b, c"),
         ('{"architectures": ["Bert"], "hidden_size": 1}', "a JSON file with architectures, hidden_size"),
         ('{"metadata": {"total_si', "a JSON file, cut short or damaged,"),
-        ("404: Not Found", 'the answer of a server and not a checkpoint: "404: Not Found"'),
+        ("404: Not Found", 'a server\'s response, not a checkpoint: "404: Not Found"'),
         ("Entry not found", '"Entry not found"'),
         ("Invalid username or password.", '"Invalid username or password."'),
-        ("epoch,loss\n1,0.5", 'a text file and not a checkpoint: "epoch,loss 1,0.5"'),
+        ("epoch,loss\n1,0.5", 'a text file, not a checkpoint: "epoch,loss 1,0.5"'),
         ("x" * 500, f'"{"x" * 119}…"'),
         ("import torch\n\nclass Net(torch.nn.Module):\n    pass", "source code"),
         ("#!/bin/sh\nwget", "source code"),

@@ -55,7 +55,7 @@ PICKLE = b"\x80\x02}q\0."
     ("members", "said"),
     [
         ({"ckpt/.metadata": PICKLE, "ckpt/__0_0.distcp": saved()}, "torch.distributed.checkpoint; unpack it and name"),
-        ({"net/data.pkl": PICKLE, "net/data/0": bytes(8), "net/version": b"3\n"}, "folder that holds data.pkl"),
+        ({"net/data.pkl": PICKLE, "net/data/0": bytes(8), "net/version": b"3\n"}, "folder that has data.pkl"),
         ({"m/archive_format": b"pt2", "m/models/model.json": b"{}", "m/data/sample_inputs/m.pt": saved()}, "torch.exp"),
         ({"m/archive_format": b"pt2", "m/data/aotinductor/m/a.so": b"\x7fELF", "m/data/w.pt": saved()}, "AOTInductor"),
         (

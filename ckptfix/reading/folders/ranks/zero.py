@@ -513,7 +513,7 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
         )
     odd = files.of_another_save(steps, {rank: found[rank].name for rank in steps}, "step")
     if 0 in odd:
-        raise UnreadableError(f"{found[0]}: is from another save than most; put the files of one save together")
+        raise UnreadableError(f"{found[0]}: is from a different save than most; put the files of one save together")
     files.note_foreign(settings)
     files.note_repeated(fragments)
     return {rank: root for rank, root in roots.items() if rank not in odd}
