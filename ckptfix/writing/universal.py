@@ -122,46 +122,33 @@ def temporary_universal(output: Path, checkpoint: Checkpoint) -> Iterator[tuple[
                 "ds_version": root["ds_version"],
             }
             write(parameters / GROUPS, common)
-            for file in MODEL_STATES:
-                states = replace(checkpoint, entries=_untrained(checkpoint, state), root=_model_states(checkpoint))
-                written.append(write_to(folder / tag / file, states, write_zip, output))
+            states = _model_states(checkpoint)
+            written += [write_to(folder / tag / file, states, write_zip, output) for file in MODEL_STATES]
             (folder / LATEST).write_text(tag, encoding="utf-8")
         except OSError as error:
             raise unwritten(output, error) from error
         yield folder, written
 
 
-def _untrained(checkpoint: Checkpoint, state: Mapping[str, Any]) -> OrderedDict[str, object]:
-    """Return the state_dict with empty tensors in place of trained ones, as in the model states of stage 3."""
-    views = {checkpoint.specs[name].view for name in state}
-    made: OrderedDict[str, object] = OrderedDict()
-    for key, entry in checkpoint.entries.items():
-        if isinstance(entry, TensorSpec) and entry.view in views:
-            made[key] = replace(entry, shape=(0,), strides=(1,))
-        else:
-            made[key] = entry
-    return made
-
-
-def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
+def _model_states(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the model states: the container with the names and shapes that DeepSpeed needs, without the optimizer, and
+    with empty tensors in place of trained ones, as in stage 3."""
     root: Any = checkpoint.root
-    optimizer = root["optimizer"]
-    trained = {checkpoint.specs[name].view: name for name in optimizer["state"]}
-    return {
-        **{key: value for key, value in root.items() if key != "optimizer"},
-        "buffer_names": [
-            key for key, spec in checkpoint.specs.items() if key not in optimizer["state"] and spec.view not in trained
-        ],
+    optimizer, specs = root["optimizer"], checkpoint.specs
+    trained = {specs[name].view: name for name in optimizer["state"]}
+    others = {key: spec for key, spec in specs.items() if key not in optimizer["state"]}
+    entries = OrderedDict(checkpoint.entries)
+    entries.update(
+        (key, replace(spec, shape=(0,), strides=(1,))) for key, spec in specs.items() if spec.view in trained
+    )
+    fields = {
+        "buffer_names": [key for key, spec in others.items() if spec.view not in trained],
         "optimizer": None,
         "param_shapes": [
-            OrderedDict((name, checkpoint.specs[name].shape) for name in group["params"])
-            for group in optimizer["param_groups"]
+            OrderedDict((name, specs[name].shape) for name in group["params"]) for group in optimizer["param_groups"]
         ],
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
-        "shared_params": {
-            key: trained[spec.view]
-            for key, spec in checkpoint.specs.items()
-            if key not in optimizer["state"] and spec.view in trained
-        },
+        "shared_params": {key: trained[spec.view] for key, spec in others.items() if spec.view in trained},
     }
+    return replace(checkpoint, entries=entries, root={**root, **fields})

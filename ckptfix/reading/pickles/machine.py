@@ -346,10 +346,6 @@ class PickleMachine(PickleStream):
             known = self.globals[(module, name)] = Global(module, name)
         self.stack.append(known)
 
-    def reduce(self) -> None:
-        args = self.stack.pop()
-        self.stack[-1] = self.instantiate(self.stack[-1], args)
-
     def instantiate(self, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return the inert value of ``function(*args, **kwargs)``."""
         if not isinstance(kwargs, dict | None):
@@ -601,7 +597,7 @@ _OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
     # Objects
     b"c": lambda m: m.push_global(_name(m), _name(m)),
     b"\x93": lambda m: m.push_global(name=m.pop(), module=m.pop()),
-    b"R": lambda m: m.reduce(),
+    b"R": lambda m: m.push(m.instantiate(args=m.pop(), function=m.pop())),
     b"b": lambda m: m.build(),
     b"i": lambda m: m.push(_inst(m)),
     b"o": lambda m: m.push(_obj(m)),
