@@ -181,7 +181,7 @@ class Adapter(Struct, frozen=True):
     # Whether peft loads it directly, and not through diffusers, which computes in the dtype of the base.
     is_peft: bool = False
     weight: float = 1.0
-    names: tuple[str, ...] = ()  # of the adapters, if it was saved with the model
+    names: tuple[str, ...] = ()  # the names of adapters, if they were saved with the model
 
     @property
     def kind(self) -> str:
@@ -339,7 +339,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             continue
         role = _ROLES.get(match["role"] + (match["leaf"] or "")) or _ROLES[match["role"]]
         component = None if is_peft else _COMPONENT.match(match["module"])
-        # Without the path of an adapter it may be a model with parameters of this name.
+        # Without the path of an adapter, the file may be a model with parameters of this name.
         is_named = component is not None and (path or component["dotted"] in (None, "diffusion_model"))
         if role in _DIFFERENCES and not is_named:
             saved.update({key: key} if path else {})
@@ -348,7 +348,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         module = _wrapped(strip_segments(match["module"])[len(prefix) + 1 if prefix else 0 :])
         module = module.replace(".", "_") if component is not None and component["kohya"] else module
         if found.setdefault((prefix, module), {}).setdefault(role, key) != key:
-            saved[key] = key  # a second tensor for the same place
+            saved[key] = key  # a second tensor with the same role
         if role in _REPLACED:
             saved[f"{module}.{_REPLACED[role]}"] = key
         if match["name"]:

@@ -170,7 +170,7 @@ NAME = "dcp"
 METADATA = ".metadata"
 CHUNKS = "*.distcp"
 _DEPTH_LIMIT = 100
-_STEP, _FEWEST_STEPS = "step", 3  # step counters of a file by which it is compared with others
+_STEP, _FEWEST_STEPS = "step", 3  # the number of step counters that a file needs to be compared with others
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 
 

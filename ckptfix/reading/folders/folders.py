@@ -38,7 +38,7 @@ FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded, offloaded)
 # The names of their files are in `ranks/names.py`.
 FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, nanotron, fsdp)
 
-# Formats of folders that a framework of training loads as they are, and nothing else does.
+# Formats of folders that only training frameworks load.
 OF_TRAINING = frozenset(form.NAME for form in (*FRAMEWORKS, fairscale, dcp, dcp_safetensors))
 
 # Suffixes of checkpoints, used only to name the files in a folder that may be meant.

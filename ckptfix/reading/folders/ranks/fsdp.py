@@ -251,8 +251,7 @@ class _Collected(Struct):
 
     @property
     def place(self) -> object:
-        """Where the ranks have the boxes, which are the same places for tied tensors; the object itself if there are no
-        boxes."""
+        """A value that is equal for tied tensors: the storages of all boxes, or a unique number if there are none."""
         if self.first is None or self.plain is not None:
             return id(self)
         stored = [
@@ -318,7 +317,7 @@ class _RankMerge:
         if self.world:
             self.files.note_missing(self.world, self.ranks.files, self.ranks.pattern)
         self._leave_out(first, lacking)
-        made: dict[object, TensorSpec] = {}  # what is tied in every rank is one tensor
+        made: dict[object, TensorSpec] = {}  # tensors that are tied on all ranks stay tied
         tensors = {
             path: made[place] if (place := found.place) in made else made.setdefault(place, self._tensor(path, found))
             for path, found in self.found.items()
