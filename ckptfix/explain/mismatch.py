@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain, islice, product
 
 from msgspec import Struct, field
 
@@ -17,7 +18,7 @@ class Mismatch(Struct, frozen=True):
     ``model`` is the class that was loaded into, empty if the message does not say. ``shapes`` has the shape of each
     mismatched key in the file and in the model. ``knows_missing`` says whether the message would list missing keys, if
     there were any: torch before 0.4 stopped at the first unexpected one, and a pasted text may begin in the middle.
-    ``is_cut`` says that the list ends with dots."""
+    ``is_cut`` says that the lists are incomplete."""
 
     model: str = ""
     missing: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ _MODEL_FIRST = re.compile(
     rf"(?: and whose dimensions in the checkpoint are|, loaded shape) ?{_SIZE}"
 )
 _MOST_LAYERS = 1000
+_MOST_KEYS = 50_000  # of one kind: a folded name of 40 characters may stand for a billion
 _CONTEXT = re.compile(r"Error\(s\) in loading state_dict for (?P<model>[\w.]+)")
 _CUT = re.compile(r"[\"'],?\s*(?:\.\.\.|…)")
 _QUOTED = re.compile(r"[\"']([^\"']*)[\"']")
@@ -88,20 +90,22 @@ def read_mismatch(message: Message) -> Mismatch:
 
 def _read(text: str) -> Mismatch:
     context = _CONTEXT.search(text)
-    shapes = dict(_shapes(text))
-    missing = [*_keys_in(_MISSING, text), *(key for key, _ in _rows(text, "MISSING"))]
-    missing = [key for key in dict.fromkeys(missing) if key not in shapes]  # fvcore lists skipped keys twice
-    unexpected = [*_keys_in(_UNEXPECTED, text), *(key for key, _ in _rows(text, "UNEXPECTED"))]
+    shapes = dict(islice(_shapes(text), _MOST_KEYS))
+    named, unexpected = (
+        dict.fromkeys(islice(chain(_keys_in(listed, text), (key for key, _ in _rows(text, status))), _MOST_KEYS))
+        for listed, status in ((_MISSING, "MISSING"), (_UNEXPECTED, "UNEXPECTED"))
+    )
+    missing = tuple(key for key in named if key not in shapes)  # fvcore lists skipped keys twice
     is_old = 'unexpected key "' in text and not context
     starts_before = context is not None or "missing_keys" in text or "LOAD REPORT from" in text
     return Mismatch(
         model=context["model"] if context else "",
-        missing=tuple(missing),
-        unexpected=tuple(dict.fromkeys(unexpected)),
+        missing=missing,
+        unexpected=tuple(unexpected),
         shapes=shapes,
         running_statistics=tuple(_keys_in(_RUNNING, text)),
         knows_missing=bool(missing) or (starts_before and not is_old),
-        is_cut=_CUT.search(text) is not None,
+        is_cut=_MOST_KEYS in (len(shapes), len(named), len(unexpected)) or _CUT.search(text) is not None,
     )
 
 
@@ -119,17 +123,21 @@ def _rows(text: str, status: str) -> Iterator[tuple[str, re.Match[str]]]:
                 yield key, row
 
 
-def _unfolded(key: str) -> list[str]:
-    head, opened, rest = key.partition("{")
-    if not opened:
-        return [key]
-    inside, _, tail = rest.partition("}")
+def _unfolded(key: str) -> Iterator[str]:
+    """Yield the keys of a folded name: ``a.{0...2}.{w, b}`` names six."""
+    parts = re.split(r"\{([^}]*)\}", key)  # text and braces in turn
+    yield from map(
+        "".join, product(*([part] if number % 2 == 0 else _names(part) for number, part in enumerate(parts)))
+    )
+
+
+def _names(inside: str) -> list[str]:
     names: list[str] = []
     for part in inside.split(","):
         first, dots, last = part.strip().partition("...")
         is_range = dots and first.isdecimal() and last.isdecimal()
         names += map(str, range(int(first), min(int(last), int(first) + _MOST_LAYERS) + 1)) if is_range else [first]
-    return [f"{head}{name}{end}" for name in names for end in _unfolded(tail)]
+    return names
 
 
 def _keys_in(pattern: re.Pattern[str], text: str) -> Iterator[str]:

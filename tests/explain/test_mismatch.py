@@ -63,6 +63,15 @@ Notes:
     assert mismatch.knows_missing
 
 
+def test_a_short_name_for_a_billion_keys_takes_no_time():
+    row = "x.{0...999}.y.{0...999}.{0...999}.weight | MISSING |"
+    (message,) = messages(f"LlamaForCausalLM LOAD REPORT from: out\n{row}")
+    mismatch = read_mismatch(message)
+    assert mismatch.missing[:2] == ("x.0.y.0.0.weight", "x.0.y.0.1.weight")
+    assert len(mismatch.missing) < 100_000
+    assert mismatch.is_cut
+
+
 @pytest.mark.parametrize(
     "sentence",
     [
