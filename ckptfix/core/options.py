@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,17 @@ def texts_of(option: Option, value: object) -> tuple[str, ...]:
     return texts
 
 
+def typed_value(option: Option, value: Any) -> Any:
+    """Return the value of a setting in the form that the code reads. Raises ``UsageError`` if it has another type."""
+    if option.kind in LISTS:
+        return texts_of(option, value)
+    value = os.fspath(value) if option.kind is Type.FILE and isinstance(value, os.PathLike) else value
+    words, fits = _TOML[option.kind]
+    if not fits(value):
+        raise UsageError(Opt(option.name, value), f": give {words}")
+    return value
+
+
 def _library_form(option: Option, value: Any) -> Any:
     if option.kind in LISTS:
         return texts_of(option, value)
@@ -246,16 +258,16 @@ def _library_form(option: Option, value: Any) -> Any:
 
 
 _TOML: Mapping[Type, tuple[str, Callable[[Any], bool]]] = {
-    Type.SWITCH: ("true or false", lambda value: isinstance(value, bool)),
+    Type.SWITCH: ("a boolean", lambda value: isinstance(value, bool)),
     Type.TEXT: ("a string", lambda value: isinstance(value, str)),
     Type.FILE: ("a string", lambda value: isinstance(value, str)),
     Type.NAMES: ("a list of strings", lambda value: is_texts(value)),
     Type.INPUTS: ("a list of strings", lambda value: is_texts(value)),
     Type.FILES: ("a string or a list of strings", lambda value: isinstance(value, str) or is_texts(value)),
     Type.PAIRS: ("a table of strings", lambda value: isinstance(value, dict) and is_texts([*value.values()])),
-    # Without bool, which is a subclass of int: `seed = true` is a mistake.
-    Type.WHOLE: ("an integer", lambda value: type(value) is int),
-    Type.NUMBER: ("a number", lambda value: type(value) in (int, float)),
+    # Without bool, which is an Integral: `seed = true` is a mistake.
+    Type.WHOLE: ("an integer", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
+    Type.NUMBER: ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     Type.ARGUMENTS: ("a table or a list", lambda value: isinstance(value, dict | list)),
 }
 

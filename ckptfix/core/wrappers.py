@@ -20,7 +20,7 @@ WRAPPERS: Mapping[str, str] = {
 WRAPPER_SEGMENTS = WRAPPERS.keys() - {MODULE}  # reserved: users' modules do not have these names
 
 _LEADING = f"{MODULE}."
-COUNTER = "n_averaged"  # AveragedModel's own buffer, beside its `module`: 0-d, int64, zero in a fresh one
+COUNTER = "n_averaged"  # AveragedModel's own buffer, next to `module`: 0-d, int64, zero in a fresh one
 
 
 def has_wrapper_segment(path: str) -> bool:

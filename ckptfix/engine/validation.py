@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.core.adaptations import RECIPES, adaptation
-from ckptfix.core.option import CHECK, LISTS, REPAIR
-from ckptfix.core.options import BY_NAME, settings_of, texts_of
+from ckptfix.core.option import CHECK, REPAIR
+from ckptfix.core.options import BY_NAME, settings_of, typed_value
 from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.core.settings import FORMATS, UNIVERSAL, Settings
 from ckptfix.core.wording import nearest
@@ -20,6 +19,7 @@ from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES
 
 LONGEST_TIMEOUT = 10**6  # seconds (eleven days); within the limits of every clock of the system
+_OF_SEVERAL_TYPES = ("source_model", "rename_map", "shard_size")  # a model, a map, or a number of bytes is fine too
 
 
 def checked_settings(
@@ -42,10 +42,11 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
             close = nearest(name, known, 0.7)
             hint = f"; did you mean {close!r}?" if close else ""
             raise UsageError(f"{function}() has no setting {name!r}{hint}")
-    own: dict[str, Any] = {
-        name: texts_of(option, value) if (option := BY_NAME[name]).kind in LISTS else value
-        for name, value in given.items()
-    }
+    defaults = Settings()
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        is_free = (value is None and getattr(defaults, name) is None) or name in _OF_SEVERAL_TYPES
+        own[name] = value if is_free else typed_value(BY_NAME[name], value)
     settings = Settings(**own)
     codes = {name: _codes(name, getattr(settings, name)) for name in ("select", "ignore", "accept")}
     settings = replace(settings, **codes, rename_map=_rename_map(settings))
@@ -67,10 +68,7 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         raise UsageError(Opt("drop_optimizer", True), " and ", Opt("keep_optimizer", True), " exclude each other")
     if settings.cast_dtype and not settings.values:
         raise UsageError(Opt("dtype"), " checks the values before casting them; omit ", Opt("values", False))
-    if settings.fill is not None:
-        if not isinstance(settings.fill, (str, os.PathLike)):
-            raise UsageError(Opt("fill", settings.fill), ": give 'target', 'twin', or the path of a checkpoint")
-        settings = replace(settings, fill=os.fspath(settings.fill))
+
     if settings.format not in (None, *FORMATS):
         raise UsageError(Opt("format", settings.format), ": unknown format; give pth, safetensors or universal")
     if settings.format == UNIVERSAL and settings.shard_bytes is not None:

@@ -91,7 +91,7 @@ def test_words_that_stand_for_a_file_are_no_paths(tmp_path):
         pytest.param("seed = 1.5", "seed has to be an integer, not 1.5", id="a fraction"),
         pytest.param("select = 'KEY'", "select has to be a list of strings, not 'KEY'", id="a text is no list"),
         pytest.param("select = [1]", "select has to be a list of strings", id="a list of numbers"),
-        pytest.param("no-values = 'yes'", "no-values has to be true or false", id="a text is no bool"),
+        pytest.param("no-values = 'yes'", "no-values has to be a boolean", id="a text is no bool"),
         pytest.param("model = ['a']", "model has to be a string", id="a list is no text"),
         pytest.param("timeout = true", "timeout has to be a number", id="a bool is no time"),
         pytest.param(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckptfix.core.option import LISTS
 from ckptfix.core.options import OPTIONS
 from ckptfix.core.settings import Settings
-from ckptfix.engine.validation import LONGEST_TIMEOUT, checked_settings
+from ckptfix.engine.validation import LONGEST_TIMEOUT, checked_settings, parsed_settings
 from ckptfix.errors import UsageError
 
 
@@ -46,6 +47,13 @@ def test_each_list_of_the_table_takes_a_text_a_path_a_sequence_and_a_table(tmp_p
             assert getattr(settings, name) == (text,), (name, form)
 
 
+def test_none_is_the_default_of_a_setting_that_has_no_other(tmp_path):
+    """Numbers of numpy are numbers, and paths are texts."""
+    unset = dict.fromkeys(("weights", "fill", "rename_map", "source_model", "smoke", "shard_size"))
+    assert checked_settings({**unset, "seed": np.int64(0), "timeout": np.float64(300)}) == Settings()
+    assert parsed_settings({"compare": tmp_path, "shard_size": 5_000_000}).compare == str(tmp_path)
+
+
 @pytest.mark.parametrize("seconds", [0.001, LONGEST_TIMEOUT])
 def test_a_timeout_that_clocks_can_wait_for(seconds):
     checked_settings({"timeout": seconds})
@@ -61,6 +69,11 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
         pytest.param({"select": 101}, "select=101: give a string", id="a number for a code"),
         pytest.param({"select": ["KEY", 1]}, "give a string, or a list of strings", id="a number among codes"),
         pytest.param({"fill": 3}, "fill=3: give", id="fill with a number"),
+        pytest.param({"unsafe_fixes": "false"}, "unsafe_fixes='false': give a boolean", id="a text is true for Python"),
+        pytest.param({"values": None}, "values=: give a boolean", id="None is false for Python"),
+        pytest.param({"timeout": "5"}, "timeout='5': give a number", id="a text for a number"),
+        pytest.param({"seed": True}, "seed=True: give an integer", id="a boolean for an integer"),
+        pytest.param({"weights": 0}, "weights=0: give a string", id="a number for a text"),
         pytest.param({"replace": ("VAL",)}, "add fill='twin', ", id="replace without fill"),
         pytest.param({"dtype": "float16", "values": False}, "omit values=False", id="cast unseen"),
         pytest.param(
