@@ -16,8 +16,7 @@ Safe, with one exception:
 - A buffer is dropped if the target has it but does not save it, or lacks it and the name is known for such a buffer.
 - A buffer is filled only from the model's own initialisation, which is not random here, and only under a known name. A
   buffer of another shape is replaced in the same way, or by the one in the `--like` file.
-- A buffer that the target wants in the stored shape is kept, whatever its name: ESM's `inv_freq` differs from a fresh
-  one.
+- A buffer that the target wants in the stored shape is kept: ESM's `inv_freq` differs from a fresh one.
 - InstanceNorm statistics are dropped only if the file is older than 0.4.0, because evaluation did not use them then.
 
 Unsafe, with a warning, if the target computes different values for a float buffer such as `inv_freq`. The model may

@@ -12,8 +12,8 @@ average that is a list, as in `torch_ema` (`ema.shadow_params`). A warning if mo
 of weights and no optimizer: these were not checked.
 
 ## Why it matters
-The wrong set loads without an error and gives poor results (MeanFlow#12). Nothing in the file says which one the
-authors evaluated.
+The wrong set loads without an error and gives poor results (MeanFlow#12). The file does not say which one the authors
+evaluated.
 
 ## Fix safety
 The choice is yours. Without `--weights`, the raw set under the most common name is used, and the finding remains. If it

@@ -25,8 +25,7 @@ Some things cannot be carried over, and the finding remains:
 
 - Packed weights of quantised recurrent layers (`torch.ScriptObject`), and tensors that a class builds from others
   (torchao's quantised weights). Nothing is written: torch.load reads the file as it is (the latter after
-  `import torchao`). `--ignore FIL102` writes their parts as data, which no module loads; checking such a file reports
-  that.
+  `import torchao`). `--ignore FIL102` writes their parts as data, which no module loads, as a check of that file says.
 - Tensors that an unknown function builds from a storage, which are kept as such data.
 - Parameters of lazy modules that never ran, which are empty.
 

@@ -6,8 +6,7 @@ Location tags other than `cpu` on the file's storages: `cuda:3`, `mps`, `xla:0`,
 ## Why it matters
 Without `map_location`, torch.load needs exactly that device: `Attempting to deserialize object on a CUDA device`,
 `Attempting to deserialize object on CUDA device 3 but torch.cuda.device_count() is 1`,
-`don't know how to restore data location … (tagged with xla:0)`. If it exists, the weights fill its memory a second
-time.
+`don't know how to restore data location … (tagged with xla:0)`. If it exists, it holds the weights twice.
 
 ## Fix safety
 Safe: only the tag changes, never the bytes of a tensor. This is a note, so a healthy file never counts as broken.

@@ -3,8 +3,7 @@
 ## What it finds
 With `--adapter`, the tensors of the file that the adapter changes, and by how much. Without it:
 
-- a model saved with an adapter inside: its layers have names like `q_proj.base_layer.weight`, with `lora_A` and
-  `lora_B`;
+- a model saved with an adapter inside, with names like `q_proj.base_layer.weight`, `lora_A` and `lora_B`;
 - a file that is only an adapter: its type, its rank, and the layers that it changes. An error if it fits no base: a
   matrix is missing, or the configuration does not fit.
 
@@ -23,8 +22,7 @@ incomplete adapter is refused.
 
 If the base's name in a hub's cache differs from the one that the adapter was trained on, nothing is written without
 `--accept FIL108`. A `config.json` with another name is only a warning, because it may name the model that the base was
-trained from. Without `--adapter` nothing is merged: the scale of the matrices' product is not in the file but in
-`adapter_config.json`.
+trained from. Without `--adapter` nothing is merged: the scale of the product is only in `adapter_config.json`.
 
 ## Example
     ckptfix repair model.safetensors --adapter my_lora

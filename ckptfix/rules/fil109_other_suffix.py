@@ -7,13 +7,13 @@ ordinary zip or a tar. Names with any other suffix, or with none, say nothing ab
 
 ## Why it matters
 ckptfix looks at the content, but many programs choose the reader by the suffix. `torch.load` refuses a safetensors file
-with `invalid load key`, and safetensors refuses a torch file with `HeaderTooLarge`, as if the file were damaged.
-Neither unpacks anything.
+with `invalid load key`, and safetensors a torch file with `HeaderTooLarge`, as if it were damaged. Neither unpacks
+anything.
 
 ## Fix safety
 Safe: every tensor stays bit for bit. The file is written in the format that its name promises, uncompressed. Data that
-safetensors cannot hold, such as an optimizer, stays with the weights in a `.pth`. If only the name is wrong, you can
-rename the file instead.
+safetensors cannot hold, such as an optimizer, stays with the weights in a `.pth`. Or rename the file, if only its name
+is wrong.
 
 ## Example
     FIL109 the file is a torch file under the name of a safetensors file, which safetensors refuses (HeaderTooLarge)

@@ -5,8 +5,7 @@ The entry `StructuredToParameterName@@`, which `paddle.save` adds to a state_dic
 
 ## Why it matters
 The weights are numpy arrays in a plain pickle, under the names that the same model often has in torch. Paddle stores
-the matrix of a linear layer as [in, out], torch as [out, in]: a square one loads without an error, and the model is
-wrong.
+the matrix of a linear layer as [in, out], torch as [out, in]: a square one loads without an error, but is wrong.
 
 ## Fix safety
 There is no fix, and nothing is written: only the model knows which matrices belong to linear layers. Embeddings and

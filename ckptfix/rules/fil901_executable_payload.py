@@ -6,8 +6,7 @@ are spelled: no checkpoint even names these. It also looks at what is *called*. 
 the few functions that pickle, torch and numpy use to write values. A call of any other function of the standard library
 or a common package (`pathlib.Path.write_text`), or of the result of a call (`functools.partial()`), is an attack. More
 pickles in the archive that torch.load never reads, but a scanner or another reader might, are a warning. A trainer's
-files next to a model (`optimizer.pt`, `rng_state.pth`, `training_args.bin`) are checked too, because resuming loads
-them.
+files next to a model (`optimizer.pt`, `rng_state.pth`, `training_args.bin`) are checked too: resuming loads them.
 
 The code that a `torch.fx.GraphModule` stores as text is a warning if it is what torch.fx writes: calls of submodules
 and tensor operations. Code that does more is an error like the rest.

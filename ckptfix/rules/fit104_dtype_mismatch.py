@@ -13,8 +13,8 @@ quantised by a scheme that the model does not know.
 
 ## Fix safety
 Unsafe: a cast changes stored bytes. `--unsafe-fixes` casts to the target's dtype. There is no fix if a value would
-overflow (according to the tensor's statistics), if a fraction or an imaginary part would be lost, or if the tensor is
-quantised or was rounded.
+overflow (by its statistics), if a fraction or an imaginary part would be lost, or if the tensor is quantised or was
+rounded.
 
 ## Example
     ckptfix repair half.pth --model my_models:net --unsafe-fixes

@@ -7,13 +7,11 @@ them, or both with different values. Values are compared only for equal dtypes, 
 ## Why it matters
 Some writers omit the twin, because safetensors refuses to store a tensor twice. A strict load reports a missing key,
 and a non-strict load may leave the head at random values if the tie is broken. If the file has two different tensors
-for the model's one, a load silently overwrites one with the other: the model was trained untied, or one of them is
-stale.
+for the model's one, a load silently overwrites one with the other: the model was trained untied, or one is stale.
 
 ## Fix safety
 Safe: both names are one tensor in the target, so the stored one has the values of both. They share their storage in the
-result. If both keys are in the file, they are left unchanged: nothing in the file shows which of two different ones is
-right.
+result. If both keys are in the file, they are left unchanged: nothing shows which of two different ones is right.
 
 ## Example
     ckptfix repair gpt2.safetensors --model my_models:gpt2

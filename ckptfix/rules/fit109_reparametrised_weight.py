@@ -4,7 +4,7 @@
 Weights that `weight_norm` (`weight_g`, `weight_v`), `spectral_norm` (`weight_orig`, `weight_u`, `weight_v`) or pruning
 (`weight_orig`, `weight_mask`) stores in parts, also under the names of `torch.nn.utils.parametrizations`, if the target
 wants the plain weight; and those of AWD-LSTM, which trains `weight_hh_l0_raw` and keeps a copy after dropout in
-`weight_hh_l0`. Also plain weights, for example of a vocoder whose weight_norm was removed, if the target applies
+`weight_hh_l0`. Also plain weights, such as those of a vocoder after `remove_weight_norm`, if the target applies
 `weight_norm` to them.
 
 ## Why it matters

@@ -2,8 +2,7 @@
 
 Takes an ``Optimizer``, the ``Change`` of the parameters, and the names that ``position_names`` found for its positions.
 Returns ``Followed``: the groups of the result, the source of each parameter's state, and the ``edits`` that
-``engine.optimizers`` carries out. Nothing is guessed: a state that cannot be carried exactly starts anew, as for a new
-parameter."""
+``engine.optimizers`` carries out. Nothing is guessed: a state that cannot be carried exactly starts anew."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 ## What it finds
 A leading `module.`, once or repeated, left by DataParallel, DistributedDataParallel or AveragedModel; for the latter
 also its counter `n_averaged` or, with a target, mmengine's `steps`. With a target: every key that the target wants
-without the prefix, or all keys if that matches more names and shapes of the target. Without one: a file in which every
-key has the prefix.
+without the prefix, or all keys if that matches more of the target. Without one: a file in which every key has the
+prefix.
 
 ## Why it matters
 `load_state_dict` reports every key twice, as missing and as unexpected (`Unexpected key(s) in state_dict:

@@ -18,8 +18,7 @@ If neither names nor shapes match the layers of two implementations, only a map 
 ## Fix safety
 You asked for the fix, so it needs no other flag. Every value stays bit for bit. A rule is refused if it names a key
 that the file or the target lacks, gives two sources to one element, or splits unevenly; a rule with `"optional": true`
-may name missing keys. A rule with the label `ambiguous` is not applied: choose its source in the file, and remove the
-label.
+may name missing keys. A rule with the label `ambiguous` is not applied: choose its source, and remove the label.
 
 ## Example
     ckptfix map vit_timm.pth vit_transformers.safetensors --output-format json > vit.json

@@ -1,5 +1,4 @@
-"""Tensors with the right name and another shape that a known formula makes fit, and the recipes of ``--adapt`` for
-them."""
+"""Tensors with the right name and another shape that a known formula makes fit, and the recipes of ``--adapt``."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
 """OPT103 non-finite-moments: the optimizer's state holds NaN or infinite values.
 
 ## What it finds
-Non-finite moments and other float tensors in the state of an optimizer, in the file or in the `optimizer.pt` next to
-it.
+Non-finite moments or other floats in an optimizer's state, in the file or in the `optimizer.pt` next to it.
 
 ## Why it matters
-The first step of resumed training turns every weight with such a moment into NaN, although the weights in the file are
-fine.
+The first step of resumed training turns every weight with such a moment into NaN, although the weights are fine.
 
 ## Fix safety
 Unsafe: the state of these parameters is reset, as for a new parameter. The others keep theirs. `--drop-optimizer` drops

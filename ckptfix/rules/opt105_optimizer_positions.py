@@ -1,8 +1,7 @@
 """OPT105 optimizer-positions: the parameter of each position of an optimizer, and how that is known.
 
 ## What it finds
-With `--optimizer`, for each optimizer in the file or next to it: the name, group and state of each position. A note; it
-changes nothing.
+With `--optimizer`, for each optimizer in the file or next to it: the name, group and state of each position. A note.
 
 ## Why it matters
 An optimizer numbers its parameters. After you edit the model or upgrade the trainer, number 17 may be another layer,

@@ -1,5 +1,4 @@
-"""Which layers of a file are quantised, by the tensors that libraries store next to the codes or instead of the
-weight."""
+"""Which layers of a file are quantised, by the tensors that libraries store with the weight or instead of it."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ Of batch and instance norms:
   that moved although no batch was counted, while other norms of the file counted some; and layers that were never
   updated (mean 0, variance 1, no batch counted).
 
-VAL101 finds NaN and infinities. A count of 0 in every norm means nothing: files from before torch 0.4.1 had no count
-and got 0 later.
+VAL101 finds NaN and infinities. A count of 0 in every norm means nothing: files from before torch 0.4.1 got it later.
 
 ## Why it matters
 In eval mode the layer divides by `sqrt(running_var + eps)`. A negative variance makes that NaN although every number in
@@ -22,8 +21,7 @@ was not trained for.
 Unsafe, and only on request, because statistics come from data. `--recalibrate data.npy` with `--model` measures those
 of norms that are broken or that `--fill` made fresh, with everything else in eval mode;
 `ckptfix.recalibrate(model, loader)` does the same for a loaded model. `--reset-running-stats` resets them to those of a
-fresh layer, which needs training. `--replace VAL103` with `--fill twin` or `--fill FILE` takes them from another set of
-weights or another copy.
+fresh layer, which needs training. `--replace VAL103` with `--fill twin` or `--fill FILE` takes them from another copy.
 
 ## Example
 `bn1.running_var` goes down to -0.31: `model.eval()` returns NaN.

@@ -3,8 +3,7 @@
 ## What it finds
 Parameters and running statistics of norms with a value above 1e6 (a `running_var`: 1e9): a warning, from 1e15 on an
 error. A single number in a matrix of at least 4096 numbers is reported too if its square is nine tenths of all squares:
-float16 has no huge values, and a flipped bit makes one in the thousands. The message gives the channels with such
-values.
+float16 has no huge values, and a flipped bit makes one in the thousands. The message gives the channels.
 
 A note if data in a large unit explains it: most values of the tensor are large, or both mean and variance of the same
 channels. Not reported if the model initialises it like that, for buffers, and for scalars that are neither a weight nor

@@ -5,8 +5,7 @@ Indices of a sparse tensor (COO, CSR, CSC, BSR, BSC) that are negative or beyond
 do not run from zero to the number of values.
 
 ## Why it matters
-torch.load does not check them by default. The first operation on such a tensor fails, or reads and writes foreign
-memory.
+torch.load does not check them by default. The first operation on such a tensor fails, or accesses foreign memory.
 
 ## Fix safety
 There is no fix: the right positions are unknown. A file with such a tensor is damaged or hostile.
