@@ -84,8 +84,7 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
 
 
 def _groups(key: str, old: int, new: int, classes: int) -> tuple[int, int]:
-    """Return how many groups (boxes, anchors) an output layer's rows form, and the rows of each that are not
-    classes."""
+    """Return how many groups (boxes, anchors) an output layer's rows form, and how many of each are not classes."""
     others = _BOX_AND_OBJECT if _YOLO.search(key) else 0
     groups = new // (classes + others)
     is_whole = groups > 0 and new == groups * (classes + others) and old % groups == 0 and old > groups * others

@@ -210,8 +210,7 @@ def _is_copied(one: _StoredMatrix, other: _StoredMatrix, at: int, to: int, size:
 
 
 def _are_alike(one: _StoredMatrix, other: _StoredMatrix, at: int, to: int, size: int) -> bool:
-    """Return whether the numbers next to a run differ only in their last bits: rows with the same initial values, such
-    as those of classes that a head has not yet seen."""
+    """Return whether the numbers next to a run differ only in their last bits: rows with the same initial values."""
     reach, (kind, most), gaps = BESIDE * one.itemsize, LAST_BITS[one.itemsize], []
     for way in (-reach, size):
         beside = [

@@ -220,8 +220,7 @@ def _embedding_for(keys: list[str], checkpoint: Checkpoint, target: Target) -> s
 
 
 def fillings(keys: Iterable[str], checkpoint: Checkpoint, target: Target, **options: object) -> Iterator[Remedy]:
-    """Yield the sources that can supply the keys: the model itself, with what then stays untrained, or another
-    checkpoint. ``options`` are given in addition."""
+    """Yield the sources for some keys: the model, with what then stays untrained, or another checkpoint."""
     if target.initial is not None:
         price = untrained(checkpoint, target)
         lost = tuple((key, price[key]) for key in keys if key in price)
@@ -321,8 +320,8 @@ def other_layout(context: Context, target: Target) -> str:
 
 
 def _beside_moved(edits: Iterable[Edit], left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
-    """Return the advice if a weight was moved between modules without its bias: the fused bias of DINOv3 has rows for
-    keys too, which transformers' layers lack."""
+    """Return the advice if a weight was moved without its bias, like DINOv3's fused bias, which has rows for keys
+    too."""
     moved = {split_key(edit.key)[0]: edit.parts[0].source for edit in edits if isinstance(edit, Assemble)}
     for key in gone:
         module, leaf = split_key(key)

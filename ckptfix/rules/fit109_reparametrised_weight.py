@@ -123,8 +123,8 @@ def in_parts(keys: Collection[str]) -> dict[str, set[str]]:
 
 
 def renamed_parts(name: str, to: str, keys: Collection[str]) -> dict[str, str]:
-    """Return the new key of each part if the tensor is renamed to ``to``; the part with its shape comes first. Empty if
-    ``keys`` are not the parts of a known form."""
+    """Return the parts' new keys if the tensor is renamed to ``to``, the part with its shape first; empty if
+    unknown."""
     for (_, old), (_, new) in zip(forms_of(name), forms_of(to), strict=True):
         if set(old) == set(keys):
             return dict(zip(old, new, strict=True))

@@ -144,8 +144,7 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
 
 
 def rivals(optimizer: Optimizer, change: Change, way: Followed) -> list[str]:
-    """Return the rare orders that fit as well as a way's recipe but lead to another state; none if names are
-    certain."""
+    """Return the rare orders that fit as well as a way's recipe but give another state; none if names are certain."""
     if way.naming.is_certain:
         return []
     change = tied_as_one(optimizer, change)
@@ -298,8 +297,7 @@ class _Following(Struct, dict=True):
         return StateStep(key, None, spec.shape, parts)
 
     def _is_of_elements(self, name: str) -> bool:
-        """Return whether tensors of this name have their parameter's shape in all rows: Shampoo's tensor for one axis
-        of a square matrix has it by chance."""
+        """Return whether tensors of this name have their parameter's shape in all rows, not by chance as in Shampoo."""
         known = ((self.row(key).get(name), self.change.before[key].shape) for key in self.ids)
         return all(logical_shape(value) in (shape, (), (1,)) for value, shape in known)
 

@@ -129,8 +129,7 @@ def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[
 
 
 def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[str, str]:
-    """Return the new names of keys that the target lacks: the shortest cut that it wants, then those of another
-    shape."""
+    """Return new names for keys that the target lacks: the shortest cut that it wants, then those of another shape."""
     strange = [key for key in keys if key not in target.slots and key not in target.entries]
     names = {
         key: [without_first(key, count) for count in range(1, min(leading_modules(key), DEEPEST) + 1)]

@@ -140,8 +140,8 @@ def _ranked(
 
 
 def _enough(prefixes: Prefixes, chosen: Iterable[Prefixes], is_single: bool) -> int:
-    """Return how many keys have to agree on a change: one if there is no other key, or if a part of the prefix has been
-    confirmed (`model.` for `model.backbone.`)."""
+    """Return how many keys have to agree on a change: one if there is only one, or if part of the prefix is
+    confirmed."""
     is_related = any(
         mine and other and (mine.startswith(other) or other.startswith(mine))
         for change in chosen

@@ -215,8 +215,8 @@ def _deltas(
 
 
 def _untied(checkpoint: Checkpoint, adapter: Adapter) -> list[AdapterLayer]:
-    """Return the layers of an adapter without those that are copies, for names that a tied tensor has in the model and
-    not in the file: peft saves the rows of tokens under each name."""
+    """Return an adapter's layers without the copies under names that a tied tensor has only in the model: peft saves
+    the rows of tokens under each name."""
     names = {_leaf(key) for key in checkpoint.specs}
     kept = [layer for layer in adapter.layers if "tokens" not in layer.keys or layer.module.split(".")[-1] in names]
     if len(kept) == len(adapter.layers):
@@ -456,7 +456,7 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
         fits = fits and (prod(two), prod(one)) == (rank * spec.shape[0], rank * spec.shape[1])
         form, factors = "tucker", (*factors[:2], layer.keys["lora_mid"], *factors[2:])
     elif len(one) != len(spec.shape) and prod(spec.shape[2:]) == 1:
-        # Between a convolution with one pixel and a linear layer, which libraries have in the place of each other.
+        # A 1x1 convolution and a linear layer, which libraries use interchangeably.
         fits = fits and (two[0], one[1], prod(one[2:])) == (*spec.shape[:2], 1)
     elif len(spec.shape) > 2:
         fits = fits and (two[0], *one[1:]) == spec.shape and set(two[2:]) == {1}

@@ -185,8 +185,7 @@ class Misfits(Struct, frozen=True):
         }, {*longer}
 
     def _heads(self, rest: Pairs) -> Pairs:
-        """Return the output layers for other classes, and those that the user names; none if they do not explain
-        all."""
+        """Return the output layers for other classes, and those that the user names; none unless they explain all."""
         heads = {
             key: (old, new)
             for key, (old, new) in rest.items()

@@ -272,8 +272,8 @@ class Change(Struct, frozen=True, dict=True):
 
     @cached_property
     def cold(self) -> list[set[str]]:
-        """The file's parameters that are frozen in the model, if any; and a second set with the lost parameters whose
-        remaining neighbours are all frozen."""
+        """The file's frozen parameters, if any; and these together with lost ones whose remaining neighbours are all
+        frozen."""
         kept = {source: key for key in self.result for source in self.origins[key].sources}
         cold = {source for source, key in kept.items() if key in self.frozen}
         if not cold:

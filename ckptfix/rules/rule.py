@@ -136,12 +136,12 @@ _SUBJECTS = {
 
 
 class Rule(Struct, frozen=True, dict=True):
-    """A rule: KEY106 renamed-layers is the generator ``renamed_layers`` of the module ``key106_renamed_layers``, whose
-    docstring is its manual.
+    """A rule: KEY106 renamed-layers is the generator ``renamed_layers`` of the module ``key106_renamed_layers``.
 
-    The generator takes the rule and the context, and with ``Needs.TARGET`` also the target. A module without a
-    generator is the manual of findings that another room makes. A module is imported only when the rule runs or its
-    manual is read, because half of the rules need values, and most of the others a target."""
+    The module's docstring is the manual. The generator takes the rule and the context, and with ``Needs.TARGET`` also
+    the target. A module without a generator is the manual of findings that another room makes. A module is imported
+    only when the rule runs or its manual is read, because half of the rules need values, and most of the others a
+    target."""
 
     code: str
     name: str

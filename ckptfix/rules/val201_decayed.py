@@ -169,8 +169,8 @@ def _started_so(matrix: _Matrix, spec: TensorSpec) -> bool:
 
 
 def _has_left_zero(key: str, spec: TensorSpec) -> bool:
-    """Return whether a last layer holds a few gradients and nothing else: one direction has a far larger share of the
-    squares than in a random matrix."""
+    """Return whether a last layer holds only a few gradients: one direction has a far larger share of the squares than
+    in a random matrix."""
     columns = math.prod(spec.shape[1:])
     rows = min(spec.shape[0], WIDEST // columns)
     if not is_head(key) or not spec.is_contiguous or min(rows, columns) < 2:

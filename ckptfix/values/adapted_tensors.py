@@ -221,8 +221,7 @@ def _progression(old: int, new: int) -> list[float]:
 def _resized(resize: Callable[[Tensor, tuple[int, ...]], Tensor], *, tokens_first: bool) -> Formula:
     """Return the formula for a table whose rows are the points of a grid and some tokens, which stay unchanged.
 
-    A new grid with a leading extra axis also has time. ``resize`` gets a ``[1, channels, *sizes]`` and the new
-    sizes."""
+    A new grid with a leading extra axis also has time. ``resize`` gets ``[1, channels, *sizes]`` and the new sizes."""
 
     def formula(table: Tensor, edit: Adapt) -> Tensor:
         axes = len(edit.grids) // 2

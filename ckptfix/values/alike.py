@@ -32,8 +32,8 @@ SAME_TRAINING = 0.5  # least share of the target's elements in pairs if both fil
 def by_values(
     inference: Inference | None, source: Mapping[str, Shape], target: Mapping[str, Shape], ours: Values, theirs: Values
 ) -> Inference | None:
-    """Return the map that the values of both sides show, completed by the inferred one; only the inferred one if they
-    are not from the same training."""
+    """Return the map that values show, completed by the inferred one; only the latter unless both sides are of one
+    training."""
     found = _pairs(source, target, ours, theirs)
     for key in [key for key in target if key not in found]:  # a bias or counter follows its layer's matrix
         front, _, end = key.rpartition(".")

@@ -68,8 +68,7 @@ def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
 
 
 def is_cast_of(master: TensorSpec, copy: TensorSpec, path: str) -> bool:
-    """Return whether a copy in float16 or bfloat16 is its fp32 master, rounded, bit for bit; in fp32, whether it is
-    equal.
+    """Return whether a copy is its fp32 master, rounded to float16 or bfloat16 bit for bit, or equal in fp32.
 
     True for pairs of other dtypes, which are not compared. All NaN count as equal."""
     if (master.dtype, copy.dtype) not in (("float32", "bfloat16"), ("float32", "float16"), ("float32", "float32")):

@@ -154,8 +154,8 @@ def unpacked_shape(codes: TensorSpec, scales: TensorSpec) -> tuple[int, ...]:
 
 
 def scale_of_whole(source: str, specs: Mapping[str, TensorSpec]) -> str:
-    """Return the key of the scale that NVFP4 has for the whole matrix, beside those of its blocks under ``source``:
-    modelopt's is multiplied, that of compressed-tensors is divided by. Empty if there is none."""
+    """Return the key of NVFP4's scale for the whole matrix, next to those of its blocks (``source``); empty if there is
+    none. modelopt multiplies by it, compressed-tensors divides."""
     names = (f"{source}_2", source.removesuffix("scale") + "global_scale")
     return next((name for name in names if name in specs and specs[name].numel == 1), "")
 

@@ -56,8 +56,7 @@ class Training(Struct, frozen=True):
         return tensor_statistics(self.second_moments).mean <= (self.weight_decay * start) ** 2
 
     def predicted_share(self, steps: int | None) -> float | None:
-        """Return the share of its initial size that a parameter without gradients keeps after these steps; None if
-        unknown.
+        """Return the share of its initial size that a parameter without gradients keeps after these steps, if known.
 
         A scheduler is assumed to lower the rate evenly, so the mean rate is half of the initial one."""
         if steps is None or self.weight_decay <= 0 or (self.second_moments is not None and not self.saw_no_gradient):

@@ -107,8 +107,8 @@ def is_scale_free(key: str) -> bool:
 
 
 def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Return whether a tensor is a weight matrix or kernel: a float parameter with at least two dimensions above 1, or
-    the weight of a layer with one output or one input."""
+    """Return whether a tensor is a weight matrix or kernel: a float parameter with two dimensions above 1, or the
+    weight of a layer with one output or input."""
     shape = spec.shape
     if len(shape) < 2 or spec.numel < 2:
         return False
@@ -160,8 +160,7 @@ class Norm(Struct, frozen=True):
 
 
 def norms_after(checkpoint: Checkpoint, keys: Collection[str]) -> Mapping[str, Norm]:
-    """Return, for each of these matrices, the norm that comes next in the file, if its vectors are as long as the
-    matrix has outputs.
+    """Return the norm that follows each of these matrices in the file, if its vectors fit the matrix's outputs.
 
     State_dicts list modules in the order of their definition, which is nearly always the order of their use."""
     specs, wanted = checkpoint.specs, set(keys)

@@ -129,10 +129,7 @@ def _correlation(one: TensorSpec, other: TensorSpec) -> float | None:
 
 
 def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -> dict[str, tuple[str, TensorSpec]]:
-    """Return, for each key of one set, the key and spec in the other set with the same name except for leading
-    segments.
-
-    One set may have been renamed already, and the other may have been saved inside a wrapper."""
+    """Return, for each key of one set, the other set's key and spec with the same name except for leading segments."""
     by_tail: dict[str, list[str]] = {}
     for name in other:
         parts = name.split(".")
