@@ -48,7 +48,8 @@ def trainer_files(
     with ExitStack() as stack:
         files: dict[Path, Path] = {}
         is_resumed = is_elsewhere and destination.output.name in MODELS and bool(result.beside)
-        if is_resumed and not settings.drop_optimizer and not _has_unfit_optimizer(report):
+        is_unfit = any(each.subject is Subject.OPTIMIZER and each.level is Level.ERROR for each in report.left)
+        if is_resumed and not settings.drop_optimizer and not is_unfit:
             for old in sorted(folder.iterdir()):
                 if old.name in changed or not OF_TRAINERS.fullmatch(old.name) or not old.is_file():
                     continue
@@ -72,10 +73,6 @@ def trainer_files(
                 verify_tree(temporary, plain_root(tree)[0], goal)
             files[temporary] = goal
         yield files
-
-
-def _has_unfit_optimizer(report: Report) -> bool:
-    return any(finding.subject is Subject.OPTIMIZER and finding.level is Level.ERROR for finding in report.left)
 
 
 def _copy(old: Path, temporary: Path, goal: Path) -> None:

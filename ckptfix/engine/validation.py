@@ -37,14 +37,12 @@ def checked_settings(
 def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Settings:
     """Return the settings. Raises ``UsageError`` for one that is unknown or invalid by itself."""
     known = settings_of(function if function in (CHECK, REPAIR) else REPAIR)
-    for name in given:
+    defaults, own = Settings(), dict[str, Any]()
+    for name, value in given.items():
         if name not in known:
             close = nearest(name, known, 0.7)
             hint = f"; did you mean {close!r}?" if close else ""
             raise UsageError(f"{function}() has no setting {name!r}{hint}")
-    defaults = Settings()
-    own: dict[str, Any] = {}
-    for name, value in given.items():
         is_free = (value is None and getattr(defaults, name) is None) or name in _OF_SEVERAL_TYPES
         own[name] = value if is_free else typed_value(BY_NAME[name], value)
     settings = Settings(**own)

@@ -137,7 +137,7 @@ class _ReadBack:
     """The ranges that were read back, by written file and in order."""
 
     def __init__(self, written: Iterable[Written]) -> None:
-        self._copied = {str(file.path): sorted(file.copied, key=_start) for file in written}
+        self._copied = {str(file.path): sorted(file.copied, key=attrgetter("start")) for file in written}
         self._starts = {path: [copied.start for copied in found] for path, found in self._copied.items()}
 
     def has(self, pair: _Range) -> bool:
@@ -155,18 +155,11 @@ class _ReadBack:
         )
 
 
-_start = attrgetter("start")
-
-
 def _in_order(state: Mapping[Any, Any]) -> list[Any]:
     """Return the entries of an optimizer's state sorted by name, because a folder with one file per entry has no
     order."""
-    entries = [entry for _, entry in sorted(state.items(), key=_name)]
-    return [sorted(entry.items(), key=_name) if isinstance(entry, dict) else entry for entry in entries]
-
-
-def _name(item: tuple[Any, Any]) -> str:
-    return str(item[0])
+    entries = [state[name] for name in sorted(state, key=str)]
+    return [[each[name] for name in sorted(each, key=str)] if isinstance(each, dict) else each for each in entries]
 
 
 def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _ReadBack) -> str:
