@@ -250,7 +250,8 @@ class Content(Struct, eq=False, weakref=True):
 
     ``path`` is its name in messages. If it was inside archives or compressed streams, ``member`` is its name there,
     ``damage`` is what is wrong with them, and ``wrapper`` is the form of the outermost one.
-    ``shared_bounds`` are the limits of the file that it is part of or packed in."""
+    ``shared_bounds`` are the limits of the file that it is part of or packed in. A window begins at ``start`` in the
+    buffer."""
 
     path: str
     buffer: Buffer
@@ -259,10 +260,12 @@ class Content(Struct, eq=False, weakref=True):
     damage: list[Fact] = field(default_factory=list)
     wrapper: str = ""
     shared_bounds: Bounds | None = None
-    size: int = 0
+    start: int = 0
+    size: int = -1
 
     def __post_init__(self) -> None:
-        self.size = len(self.buffer)  # kept because it is needed for every storage
+        if self.size < 0:
+            self.size = len(self.buffer)  # kept because it is needed for every storage
 
     @classmethod
     def of_file(cls, path: str) -> Content:
@@ -286,11 +289,18 @@ class Content(Struct, eq=False, weakref=True):
         return self.size
 
     def __getitem__(self, index: slice) -> bytes:
-        return bytes(self.buffer[index])
+        start, stop, _ = index.indices(self.size)
+        return bytes(self.buffer[self.start + start : self.start + max(start, stop)])
 
     def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
         """Return the first position of ``sub`` from ``start`` on; -1 if it is not there."""
-        return self.buffer.find(sub, start, stop)
+        start, stop, _ = slice(start, stop).indices(self.size)
+        found = self.buffer.find(sub, self.start + start, self.start + stop)
+        return found if found < 0 else found - self.start
+
+    def window(self, start: int, stop: int) -> Content:
+        """Return a range as a content of its own, without member, damage and limits."""
+        return Content(self.path, self.buffer, self.file, start=self.start + start, size=stop - start)
 
     @property
     def is_remote(self) -> bool:
@@ -306,33 +316,8 @@ class Content(Struct, eq=False, weakref=True):
     def source(self, offset: int, nbytes: int) -> ByteSource:
         """Return a range of the content as a source, which stays valid after the content is gone."""
         if self.file is not None:
-            return FileBytes(self.file, offset, nbytes)
-        return MemoryBytes(memoryview(self.buffer[:])[offset : offset + nbytes])
-
-
-class WindowContent(Content, kw_only=True):
-    """A range of another content; its sources point into the outer file."""
-
-    outer: Content
-    start: int
-
-    @classmethod
-    def of(cls, outer: Content, start: int, stop: int) -> WindowContent:
-        window = cls(outer.path, b"", outer.file, outer=outer, start=start)
-        window.size = stop - start
-        return window
-
-    def __getitem__(self, index: slice) -> bytes:
-        start, stop, _ = index.indices(self.size)
-        return self.outer[self.start + start : self.start + max(start, stop)]
-
-    def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
-        start, stop, _ = slice(start, stop).indices(self.size)
-        found = self.outer.find(sub, self.start + start, self.start + stop)
-        return found if found < 0 else found - self.start
-
-    def source(self, offset: int, nbytes: int) -> ByteSource:
-        return WindowBytes(self.outer.source(self.start, self.size), offset, nbytes)
+            return FileBytes(self.file, self.start + offset, nbytes)
+        return MemoryBytes(memoryview(self.buffer[:])[self.start + offset : self.start + offset + nbytes])
 
 
 SECTOR = 512  # bytes of the shortest run of zeros that may be lost data: disks and file systems lose whole sectors

@@ -16,7 +16,6 @@ from ckptfix.bytes.sources import (
     FileBytes,
     JoinedBytes,
     MemoryBytes,
-    WindowContent,
     stream,
 )
 from ckptfix.errors import UnreadableError
@@ -73,17 +72,17 @@ DATA = b"before|inside|behind"
 
 
 @pytest.fixture
-def window() -> WindowContent:
-    return WindowContent.of(Content("f", DATA), 7, 13)
+def window() -> Content:
+    return Content("f", DATA).window(7, 13)
 
 
-def test_slices_like_bytes(window: WindowContent) -> None:
+def test_slices_like_bytes(window: Content) -> None:
     assert len(window) == 6
     for start, stop in ((0, 6), (2, 4), (-2, None), (None, 99), (4, 2), (7, 9), (None, None)):
         assert window[start:stop] == b"inside"[start:stop]
 
 
-def test_finds_only_what_is_inside(window: WindowContent) -> None:
+def test_finds_only_what_is_inside(window: Content) -> None:
     assert (window.find(b"de"), window.find(b"i"), window.find(b"i", 1)) == (4, 0, 3)
     assert (window.find(b"behind"), window.find(b"e|"), window.find(b"i", 1, 3)) == (-1, -1, -1)
 
@@ -100,7 +99,7 @@ def test_an_archive_between_others(tmp_path: Path, mapped: bool) -> None:
     path.write_bytes(b"".join(archives))
     outer = Content.of_file(str(path)) if mapped else Content(str(path), path.read_bytes())
     start = len(archives[0])
-    window = WindowContent.of(outer, start, start + len(archives[1]))
+    window = outer.window(start, start + len(archives[1]))
     assert [(member.name, member.place) for member in list_members(window).members] == [("a", 0)]
     place = archives[1].index(b"second")
     source = window.source(place, 6)

@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import Bounds, shown
-from ckptfix.bytes.sources import Content, WindowContent, is_torn
+from ckptfix.bytes.sources import Content, is_torn
 from ckptfix.core.checkpoint import ContainerPath, PathPart
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.objects import Opaque
@@ -333,7 +333,7 @@ class _FolderReading:
         is_cut = stop > len(outer)
         if is_cut and location.offset >= len(outer):
             raise UnreadableError(f"{location.file} is cut short")
-        content = WindowContent.of(outer, location.offset, min(stop, len(outer)))
+        content = outer.window(location.offset, min(stop, len(outer)))
         content.shared_bounds = self.bounds
         if not is_zip(content):
             raise UnreadableError(

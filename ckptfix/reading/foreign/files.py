@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ckptfix.bytes.sources import BLOCK, Content, WindowContent
+from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
 from ckptfix.reading.foreign import signatures
@@ -271,7 +271,7 @@ def undo(content: Content) -> Undone | None:
     if start is None:
         return None
     cause = Fact.of(Kind.PRECEDED, nbytes=start, head=content[: min(start, 20)])
-    return Undone(WindowContent.of(content, start, len(content)), cause)
+    return Undone(content.window(start, len(content)), cause)
 
 
 def _is_mangled(content: Content) -> bool:

@@ -19,7 +19,6 @@ from ckptfix.bytes.sources import (
     Content,
     DeferredBytes,
     TornBytes,
-    WindowContent,
     filled_end,
     unfilled_from,
     zero_tail,
@@ -58,7 +57,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     except UnreadableError as error:
         zeros = filled_end(content)
         if isinstance(error, NoOpcodeError) and not nesting and not pickles.storages and 0 < zeros <= error.position:
-            document = read(WindowContent.of(content, 0, zeros))  # zeros inside a value would pass for its bytes
+            document = read(content.window(0, zeros))  # zeros inside a value would pass for its bytes
             document.damage.insert(0, Fact.of(Kind.ZEROS, start=zeros, nbytes=len(content)))
             return document
         if nesting or (rest := read_damaged(content, pickles, error)) is None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ckptfix.bytes.files import Buffer
 from ckptfix.bytes.limits import SLOT, Bounds
-from ckptfix.bytes.sources import Content, WindowContent
+from ckptfix.bytes.sources import Content
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import CkptfixError, UnreadableError
 from ckptfix.reading.pickles.inert import InertTable
@@ -87,8 +87,8 @@ def outcome(data: Buffer, limit: int | None = None) -> tuple[str, int | None, in
         return "", None, bounds.left if limit is None else 0, f"{type(error).__name__}: {error}"
 
 
-def in_parts(data: bytes) -> WindowContent:
-    return WindowContent.of(Content("f.pth", b"in front" + data + b"behind"), 8, 8 + len(data))
+def in_parts(data: bytes) -> Content:
+    return Content("f.pth", b"in front" + data + b"behind").window(8, 8 + len(data))
 
 
 @pytest.mark.usefixtures("one_by_one")
