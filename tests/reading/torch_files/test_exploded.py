@@ -93,7 +93,7 @@ def test_a_file_of_the_folder_is_not_the_checkpoint(folder: Path, tmp_path: Path
     (file,) = tmp_path.rglob("data.pkl")
     with pytest.raises(UnreadableError, match=r"data\.pkl of an unpacked torch file.*name the folder"):
         ckptfix.open_checkpoint(file)
-    with pytest.raises(UnreadableError, match=r"a storage of an unpacked torch file.*name the folder that has data\.pkl"):
+    with pytest.raises(UnreadableError, match=r"storage of an unpacked torch file.*name the folder that has data\.pkl"):
         ckptfix.open_checkpoint(file.parent / "data" / "0")
 
 
