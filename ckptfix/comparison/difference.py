@@ -154,17 +154,20 @@ def difference_lines(difference: Difference, verbose: bool = False) -> Iterator[
     for name, side in (("A", difference.a), ("B", difference.b)):
         yield _side_line(name, side)
         yield from _damage(side, limit)
-    yield from _keys("only in A", difference.only_a, limit)
-    yield from _keys("only in B", difference.only_b, limit)
+    for name, specs in (("A", difference.only_a), ("B", difference.only_b)):
+        numel = elements(sum(spec.numel for spec in specs.values()))
+        title = f"only in {name}: {counted(len(specs), 'tensor')}, {numel}"
+        yield from _folded(title, {key: spec_text(spec) for key, spec in specs.items()}, limit)
     if difference.renamed:
         renames = [Rename(key, to) for key, to in difference.renamed.items()]
         yield (Span(f"renamed, with the same bytes: {counted(len(renames), 'tensor')}", "warning"),)
         yield from (f"  {line}" for line in edit_lines(renames, limit))
     for title, pairs in (("different shape", difference.shapes), ("different dtype or layout", difference.dtypes)):
-        yield from _named(title, {pair.key: f"{spec_text(pair.a)} → {spec_text(pair.b)}" for pair in pairs}, limit)
+        texts = {pair.key: f"{spec_text(pair.a)} → {spec_text(pair.b)}" for pair in pairs}
+        yield from _folded(f"{title}: {counted(len(pairs), 'tensor')}", texts, limit)
     yield from _values([item for item in difference.values if not item[1].unread], limit)
     unread = {pair.key: gap.unread for pair, gap in difference.values if gap.unread}
-    yield from _named("values not compared", unread, limit)
+    yield from _folded(f"values not compared: {counted(len(unread), 'tensor')}", unread, limit)
     for name, ties in (("A", difference.ties_a), ("B", difference.ties_b)):
         yield from _section(f"tied only in {name}", [" = ".join(group) for group in ties], limit)
     yield from _texts("entries that are not tensors", difference.entries, limit)
@@ -205,17 +208,10 @@ def _closing(difference: Difference) -> Iterator[Line]:
         yield (Span(same, "good"),)
 
 
-def _keys(title: str, specs: Mapping[str, TensorSpec], limit: int | None) -> Iterator[Line]:
-    if specs:
-        numel = sum(spec.numel for spec in specs.values())
-        yield (Span(f"{title}: {counted(len(specs), 'tensor')}, {elements(numel)}", "warning"),)
-        yield from (f"  {line}" for line in folded_lines(specs, limit, lambda key: spec_text(specs[key])))
-
-
-def _named(title: str, texts: Mapping[str, str], limit: int | None) -> Iterator[Line]:
-    """Yield a section of keys, each with its text."""
+def _folded(title: str, texts: Mapping[str, str], limit: int | None) -> Iterator[Line]:
+    """Yield a section of keys or places, each with its text; nothing if there are none."""
     if texts:
-        yield (Span(f"{title}: {counted(len(texts), 'tensor')}", "warning"),)
+        yield (Span(title, "warning"),)
         yield from (f"  {line}" for line in folded_lines(texts, limit, texts.__getitem__))
 
 
@@ -252,15 +248,12 @@ def _gap_text(gap: Gap) -> str:
 
 def _texts(title: str, texts: Texts, limit: int | None) -> Iterator[Line]:
     """Yield a section of places, folding those with the same change into one line."""
-    if not texts:
-        return
     # Written as segments, indices are folded too: optimizer.state.{0…73}.exp_avg.
     lines = {
         _INDEX.sub(r".\1", place): b if b == f"{a}, different values" else f"{a or _NOTHING} → {b or _NOTHING}"
         for place, (a, b) in texts.items()
     }
-    yield (Span(f"{title}: {counted(len(texts), 'place')}", "warning"),)
-    yield from (f"  {line}" for line in folded_lines(lines, limit, lines.__getitem__))
+    yield from _folded(f"{title}: {counted(len(texts), 'place')}", lines, limit)
 
 
 def _section(title: str, lines: Sequence[str], limit: int | None) -> Iterator[Line]:

@@ -257,12 +257,17 @@ def _library_form(option: Option, value: Any) -> Any:
     return value
 
 
+def is_texts(value: object) -> bool:
+    """Return whether a value of a TOML file is a list of strings."""
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
 _TOML: Mapping[Type, tuple[str, Callable[[Any], bool]]] = {
     Type.SWITCH: ("a boolean", lambda value: isinstance(value, bool)),
     Type.TEXT: ("a string", lambda value: isinstance(value, str)),
     Type.FILE: ("a string", lambda value: isinstance(value, str)),
-    Type.NAMES: ("a list of strings", lambda value: is_texts(value)),
-    Type.INPUTS: ("a list of strings", lambda value: is_texts(value)),
+    Type.NAMES: ("a list of strings", is_texts),
+    Type.INPUTS: ("a list of strings", is_texts),
     Type.FILES: ("a string or a list of strings", lambda value: isinstance(value, str) or is_texts(value)),
     Type.PAIRS: ("a table of strings", lambda value: isinstance(value, dict) and is_texts([*value.values()])),
     # Without bool, which is an Integral: `seed = true` is a mistake.
@@ -270,11 +275,6 @@ _TOML: Mapping[Type, tuple[str, Callable[[Any], bool]]] = {
     Type.NUMBER: ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     Type.ARGUMENTS: ("a table or a list", lambda value: isinstance(value, dict | list)),
 }
-
-
-def is_texts(value: object) -> bool:
-    """Return whether a value of a TOML file is a list of strings."""
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def toml_keys(*scopes: Scope) -> dict[str, tuple[Option, bool]]:
