@@ -19,7 +19,17 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
 from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, TORCH_DIST
-from ckptfix.reading.folders.ranks import fairscale, fsdp, llama, megatron, nanotron, pipeline, universal, zero
+from ckptfix.reading.folders.ranks import (
+    fairscale,
+    fairseq2,
+    fsdp,
+    llama,
+    megatron,
+    nanotron,
+    pipeline,
+    universal,
+    zero,
+)
 from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.signatures import BUNDLES, PARTS, name_bundle
@@ -36,7 +46,7 @@ FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded, offloaded)
 # `folder_of(file)`: the same for a file that is named like one of several ranks;
 # `document(files)`: the merged document; None if the files turn out to be something else.
 # The names of their files are in `ranks/names.py`.
-FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, nanotron, fsdp)
+FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, nanotron, fairseq2, fsdp)
 
 # Formats of folders that only training frameworks load.
 OF_TRAINING = frozenset(form.NAME for form in (*FRAMEWORKS, fairscale, dcp, dcp_safetensors))

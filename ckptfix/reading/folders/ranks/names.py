@@ -21,6 +21,7 @@ NANOTRON_METADATA, NANOTRON_MODEL = "checkpoint_metadata.json", "model"
 NANOTRON_PART = re.compile(
     r"model_(?P<leaf>.+?)(?:_pp-rank-\d{1,7}-of-\d{1,7}_tp-rank-(?P<rank>\d{1,7})-of-(?P<ranks>\d{1,7}))?\.safetensors"
 )
+FAIRSEQ2_RANK = re.compile(r"sdp_(\d{2,7})\.pt")
 # Files with a rank's number in their names: those of FSDP, and many others.
 NUMBERED = re.compile(
     r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?(?:rank|shard)[._=-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
@@ -50,5 +51,6 @@ RANK_NAMES = (
     RankNames(re.compile(r"zero/([^/]+)/fp32\.pt"), 3, re.compile(r"zero/(?:[^/]+/)?\w+\.pt")),
     RankNames(re.compile(rf"{MEGATRON_RANK.pattern}/[^/]+"), 2),
     RankNames(LLAMA_SHARD, beside=re.compile(re.escape(LLAMA_PARAMS))),
+    RankNames(re.compile(rf"model/pp_\d+/tp_\d+/{FAIRSEQ2_RANK.pattern}"), 4, re.compile(r"(?:\w+/)+\w+\.pt")),
     RankNames(NUMBERED, marks=(b"torch.distributed", b"shard_metadata")),
 )

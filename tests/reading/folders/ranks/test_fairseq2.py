@@ -1,0 +1,74 @@
+"""Parts of fairseq2, which are plain tensors under the names of the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shutil import copyfile, copytree
+
+import pytest
+import torch
+
+import ckptfix
+from tests.reading.folders.ranks.genuine import swap
+
+WHOLE = {
+    "decoder.weight": torch.randn(10, 3),  # 3, 3, 3 and 1 rows
+    "decoder.tiny": torch.randn(2),  # fewer than ranks
+    "norm.weight": torch.ones(8),
+    "norm.running_mean": torch.randn(8),
+    "norm.num_batches_tracked": torch.tensor(4),
+}
+WORLD = 4
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """What ``fsdp2_local_state_dict`` gives on each rank: the local tensor of each weight, and the buffers whole."""
+    for rank in range(WORLD):
+        state = {}
+        for name, whole in WHOLE.items():
+            share = -(-len(whole) // WORLD) if whole.dim() else 0
+            is_buffer = name.endswith(("running_mean", "num_batches_tracked"))
+            state[name] = whole if is_buffer else whole[rank * share : (rank + 1) * share].clone()
+        for kind in ("model", "optimizer"):
+            folder = tmp_path / "step_2" / kind / "pp_00" / "tp_00"
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(state if kind == "model" else {"state": {}}, folder / f"sdp_{rank:02d}.pt")
+    return tmp_path / "step_2"
+
+
+@pytest.mark.parametrize("named", ["", "..", "model", "model/pp_00/tp_00/sdp_02.pt"])
+def test_weights_are_whole(saved: Path, tmp_path: Path, named: str) -> None:
+    ckptfix.repair(saved / named, output=(out := tmp_path / "whole.pth"))
+    merged = torch.load(out, weights_only=True)
+    assert list(merged) == list(WHOLE)
+    assert all(torch.equal(merged[name], whole) for name, whole in WHOLE.items())
+
+
+def test_stages_of_a_pipeline_have_layers_of_their_own(saved: Path) -> None:
+    for kind in ("model", "optimizer"):
+        copytree(saved / kind / "pp_00", saved / kind / "pp_01")
+    for file in (saved / "model/pp_01").rglob("*.pt"):
+        torch.save({f"last.{name}": part for name, part in torch.load(file, weights_only=True).items()}, file)
+    merged = ckptfix.open_checkpoint(saved).state_dict()
+    assert merged.keys() == WHOLE.keys() | {f"last.{name}" for name in WHOLE}
+
+
+def test_a_missing_last_rank_is_known_by_the_optimizer(saved: Path) -> None:
+    (saved / "model/pp_00/tp_00/sdp_03.pt").unlink()
+    with pytest.raises(ckptfix.UnreadableError, match=r"sdp_03\.pt"):
+        ckptfix.open_checkpoint(saved)
+
+
+def test_tensor_parallel_parts_are_not_guessed(saved: Path) -> None:
+    copytree(saved / "model/pp_00/tp_00", saved / "model/pp_00/tp_01")
+    with pytest.raises(ckptfix.UnreadableError, match="tensor parallelism"):
+        ckptfix.open_checkpoint(saved / "model/pp_00/tp_01/sdp_00.pt")
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_part_in_the_place_of_another_is_noticed(saved: Path, tmp_path: Path, is_copy: bool) -> None:
+    one, other = (saved / f"model/pp_00/tp_00/sdp_0{rank}.pt" for rank in (0, 1))
+    copyfile(one, other) if is_copy else swap(one, other)
+    assert {finding.code for finding in ckptfix.check(saved).findings if finding.blocks} == {"FIL105"}
+    assert ckptfix.repair(saved, output=tmp_path / "whole.pth").report.output is None
