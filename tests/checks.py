@@ -71,3 +71,16 @@ def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
     os.pwrite(descriptor, whole, 0)
     os.close(descriptor)
     return changed
+
+
+class OnAnotherDevice(torch.Tensor):
+    """A tensor that, like one on a GPU, takes part in no computation with one on the CPU before it is moved there."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cpu:
+            return args[0].as_subclass(torch.Tensor)
+        others = [arg for arg in args if isinstance(arg, torch.Tensor) and type(arg) is not cls and arg.ndim]
+        if others and func is not torch.Tensor.__getitem__:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().__torch_function__(func, types, args, kwargs or {})

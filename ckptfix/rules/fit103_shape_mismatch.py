@@ -205,7 +205,7 @@ def _of_same_formula(
         own = target.reference.read(key) if target.reference is not None else context.initial.get(key)
         if own is None:
             continue
-        table = context.checkpoint.read(key)
+        table = context.checkpoint.read(key).cpu()
         tolerance = 4 * max(torch.finfo(each.dtype).eps for each in (table, own))
         if torch.allclose(table.double(), own[: len(table)].double(), rtol=0, atol=tolerance):
             found.append(key)

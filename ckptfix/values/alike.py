@@ -141,7 +141,7 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
         at = (torch.arange(16)[:, None] * (tensor.numel() // 16) + torch.arange(SAMPLES // 16)).flatten()
     index = torch.unravel_index(at, tensor.shape)
     bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # torch 2.4 cannot index float8
-    return _normal(bits[index].view(tensor.dtype).reshape(1, -1))
+    return _normal(bits[index].cpu().view(tensor.dtype).reshape(1, -1))
 
 
 def _normal(rows: torch.Tensor) -> torch.Tensor:

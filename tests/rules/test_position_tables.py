@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptfix
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.finding import Applicability
 from ckptfix.core.target import target_from_checkpoint
 from ckptfix.errors import UsageError
 from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules.fit103_shape_mismatch import shape_mismatch
+from tests.checks import OnAnotherDevice
 from tests.rules.proposals import propose, repaired
 from tests.rules.resized_models import (
     NARROW,
@@ -253,6 +256,14 @@ def test_a_longer_table_of_sinusoids_counts_as_trained(dtype: torch.dtype):
     assert torch.equal(done[key].float(), long.state_dict()[key].to(done[key].dtype).float())
     assert report.coverage is not None
     assert report.coverage.untrained == 0
+
+
+def test_a_table_on_another_device_is_compared(monkeypatch: pytest.MonkeyPatch):
+    read = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, key: read(self, key).as_subclass(OnAnotherDevice))
+    (finding,) = propose(shape_mismatch, whisper_of(32).state_dict(), whisper_of(64))
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.SAFE
 
 
 def test_sinusoids_of_another_formula_are_not_replaced():

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import ckptfix
+from ckptfix.values.alike import by_values
+from tests.checks import OnAnotherDevice
 
 
 class Block(nn.Module):
@@ -83,6 +85,20 @@ def test_a_fused_layer_is_certain_if_its_values_agree(tmp_path):
         apart |= dict(zip(names, value.chunk(len(names)), strict=True))
     found = repaired(apart, like, tmp_path)
     assert all(torch.equal(found.checkpoint.read(key), value) for key, value in like.items())
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["the file", "the reference"])
+def test_values_on_another_device_are_compared(side):
+    theirs = trained(0)
+    ours = NAMES["siblings under each other's names"](tuned(theirs))
+    sides = [ours, theirs]
+    sides[side] = {key: value.as_subclass(OnAnotherDevice) for key, value in sides[side].items()}
+    shapes = [{key: tuple(value.shape) for key, value in each.items()} for each in (ours, theirs)]
+    found = by_values(None, *shapes, *sides)
+    assert found is not None
+    assert {key: match.parts[0].source for key, match in found.matches.items()} == {
+        key: misnamed(key) for key in theirs
+    }
 
 
 def test_another_training_and_no_values_say_nothing(tmp_path):
