@@ -121,11 +121,6 @@ UNMERGED = {
 _REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def incomplete(path: str, words: str) -> AdapterError:
-    """Return the error for an adapter with missing or invalid parts."""
-    return AdapterError(f"{path}: {words}; fetch the adapter again")
-
-
 class AdapterLayer(Struct, frozen=True):
     """The keys of an adapter's tensors for one module, by their roles (``A``, ``B``, ``magnitude``, ``bias``,
     ``scale``, ``tokens``, ``norm``, ``norm_bias``, ``alpha``, ``diff``, ``diff_b``, and the names of LoHa and LoKr)."""
@@ -166,6 +161,10 @@ _TYPES = {
     **{"tokens": "TRAINABLE_TOKENS", "norm": "LN_TUNING"},
 }
 
+# What to do about an adapter that is refused.
+FETCH, OWN_CONFIG = "fetch the adapter again", f"use the {CONFIG} that was saved with it"
+OTHER_BASE, OWN_LIBRARY = "give the base that it was trained on", "merge it with the library that trained it"
+
 # The roles whose first axis is the rank.
 _WITH_RANK = ("A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")
 
@@ -187,6 +186,10 @@ class Adapter(Struct, frozen=True):
     def kind(self) -> str:
         """The type in the configuration, in capitals; LORA if it has none."""
         return str(self.config.get("peft_type") or self.config.get("swift_type") or "LORA").upper()
+
+    def refused(self, words: str, remedy: str) -> AdapterError:
+        """Return the error for an adapter that cannot be merged."""
+        return AdapterError(f"{self.path or self.checkpoint.path}: {words}; {remedy}")
 
     @property
     def label(self) -> str:
@@ -255,12 +258,12 @@ class Adapter(Struct, frozen=True):
     def rank(self, layer: AdapterLayer) -> int:
         config, one = self.settings(layer), self.with_rank(layer)
         stored = 0 if one is None or not one.shape else one.shape[0]
-        path, source = self.path or self.checkpoint.path, "fetch the adapter again"
+        source, remedy = "", FETCH
         if "r" in config and not layer.is_kohya:
             stored = int(_by_pattern(config, "rank_pattern", layer.module, config["r"]))
-            source = f"according to r or rank_pattern in {CONFIG}; use the {CONFIG} that was saved with it"
+            source, remedy = f" according to r or rank_pattern in {CONFIG}", OWN_CONFIG
         if stored < 1:
-            raise AdapterError(f"{path}: {layer.module} has the rank {stored}: {source}")
+            raise self.refused(f"{layer.module} has the rank {stored}{source}", remedy)
         return stored
 
     def scaling(self, layer: AdapterLayer) -> float:
@@ -277,10 +280,10 @@ class Adapter(Struct, frozen=True):
             spec = self.checkpoint.specs[layer.keys["alpha"]]
             raw = b"" if spec.storage is None or spec.numel != 1 else bytes(spec.storage.source.read(*spec.extent))
             if not (few := DTYPES[spec.dtype].few(raw)):
-                raise incomplete(self.path, f"{layer.keys['alpha']} is not one number")
+                raise self.refused(f"{layer.keys['alpha']} is not one number", FETCH)
             alpha = float(few[0])
             if not math.isfinite(alpha):
-                raise incomplete(self.path, f"{layer.keys['alpha']} is {alpha}")
+                raise self.refused(f"{layer.keys['alpha']} is {alpha}", FETCH)
         elif own in config:
             alpha = _by_pattern(config, "alpha_pattern", layer.module, config[own])
         elif layer.component:
@@ -305,12 +308,9 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
         adapter = adapter_in(base, "", _config(file))
     else:
         adapter = adapter_in(open_file(path), path, config_beside(path))
-    _refuse(adapter, path)
+    _refuse(adapter)
     if not adapter.layers:
-        source = path if adapter.path else base.path
-        raise AdapterError(
-            f"{source}: holds no layers of an adapter; give the folder or file that peft or a trainer saved"
-        )
+        raise adapter.refused("holds no layers of an adapter", "give the folder or file that peft or a trainer saved")
     check_alone(adapter)
     return replace(adapter, weight=weight)
 
@@ -470,28 +470,22 @@ def is_foreign(adapter: Adapter, key: str) -> bool:
     return found["scalar"] is None if found else is_of_adapter
 
 
-def _refuse(adapter: Adapter, path: str) -> None:
+def _refuse(adapter: Adapter) -> None:
     """Raise ``AdapterError`` for an adapter that cannot be merged from its tensors."""
     config, kind = adapter.config, adapter.kind
     if (other := foreign_type(adapter)) and (adapter.path or kind not in _MERGED):
         if other in UNMERGED:
-            raise AdapterError(
-                f"{path}: an adapter of the type {other}, which {UNMERGED[other]}; load it along with the model, in "
-                "peft with PeftModel.from_pretrained()"
-            )
-        raise AdapterError(
-            f"{path}: an adapter of the type {other}, which ckptfix does not merge; merge it with "
-            f"the library that trained it{' (in peft: merge_and_unload())' * ('peft_type' in config)}"
-        )
+            remedy = "load it along with the model, in peft with PeftModel.from_pretrained()"
+            raise adapter.refused(f"an adapter of the type {other}, which {UNMERGED[other]}", remedy)
+        remedy = OWN_LIBRARY + " (in peft: merge_and_unload())" * ("peft_type" in config)
+        raise adapter.refused(f"an adapter of the type {other}, which ckptfix does not merge", remedy)
     types = {layer.type.upper() for layer in adapter.layers}
     if types and "peft_type" in config and types & {"LOHA", "LOKR"} != {kind} & {"LOHA", "LOKR"}:
-        raise AdapterError(
-            f"{path}: {CONFIG} says the type {kind}, and it has matrices of {' and '.join(sorted(types))}; use the "
-            f"{CONFIG} that was saved with it"
-        )
+        words = f"{CONFIG} says the type {kind}, and it has matrices of {' and '.join(sorted(types))}"
+        raise adapter.refused(words, OWN_CONFIG)
     for name, words in _VARIANTS.items():
         if config.get(name):
-            raise AdapterError(f"{path}: trained with {words} and cannot be merged from its matrices only; use peft")
+            raise adapter.refused(f"trained with {words} and cannot be merged from its matrices only", "use peft")
 
 
 def _matrices(layer: AdapterLayer) -> Sequence[str]:
@@ -511,17 +505,15 @@ _MATRICES = ("A", "B", *HADAMARD, *KRONECKER, *CORES)
 
 def check_alone(adapter: Adapter) -> None:
     """Raise ``AdapterError`` for defects of an adapter that do not depend on its base."""
-    path = adapter.path or adapter.checkpoint.path
     if len(adapter.names) > 1:
-        raise AdapterError(
-            f"{path}: holds {len(adapter.names)} adapters ({', '.join(adapter.names)}); save each separately and merge "
-            "them one after the other"
-        )
+        words = f"holds {len(adapter.names)} adapters ({', '.join(adapter.names)})"
+        raise adapter.refused(words, "save each separately and merge them one after the other")
     how = adapter.config.get("init_lora_weights")
     if isinstance(how, str) and how.lower().startswith(_REBUILT):
-        raise AdapterError(
-            f"{path}: trained with init_lora_weights={how}, which changes the base too; merge it in peft, which "
-            "repeats that, or convert it there with save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+        raise adapter.refused(
+            f"trained with init_lora_weights={how}, which changes the base too",
+            "merge it in peft, which repeats that, or convert it there with "
+            "save_pretrained(…, path_initial_model_for_weight_conversion=…)",
         )
     # The components of a pipeline are trained separately: each may have been saved with or without alphas.
     scaled = {layer.component for layer in adapter.layers if "alpha" in layer.keys}
@@ -532,47 +524,39 @@ def check_alone(adapter: Adapter) -> None:
     ]
     if lacking:
         words = f"{len(lacking)} of {len(adapter.layers)} layers have lost their alpha, such as {lacking[0].module}"
-        raise incomplete(path, words)
+        raise adapter.refused(words, FETCH)
     for layer in adapter.layers:
         for role, key in layer.keys.items():
             if role != "alpha" and "float" not in (dtype := adapter.checkpoint.specs[key].dtype):
-                raise AdapterError(
-                    f"{path}: {key} is stored as {dtype}, but changes of weights are floats; use the adapter from "
-                    "before the conversion"
-                )
+                words = f"{key} is stored as {dtype}, but changes of weights are floats"
+                raise adapter.refused(words, "use the adapter from before the conversion")
         if {"scale", "tokens", *_REPLACED} & layer.keys.keys():
             continue
         matrices = _matrices(layer)
         if other := next((role for role in _MATRICES if role in layer.keys and role not in matrices), ""):
-            raise AdapterError(
-                f"{path}: {layer.module} has matrices of two types ({matrices[0]} and {other}); merge it with the "
-                "library that trained it"
-            )
+            words = f"{layer.module} has matrices of two types ({matrices[0]} and {other})"
+            raise adapter.refused(words, OWN_LIBRARY)
         specs = [spec for role in matrices if (spec := adapter.spec(layer, role)) is not None]
         if len(specs) < len(matrices):
-            raise incomplete(path, f"{layer.module} has only {len(specs)} of its {len(matrices)} matrices")
+            raise adapter.refused(f"{layer.module} has only {len(specs)} of its {len(matrices)} matrices", FETCH)
         if any(spec.numel == 0 for spec in specs):
-            raise AdapterError(
-                f"{path}: {layer.module} has an empty matrix, as ZeRO-3 and FSDP save parameters that were not "
-                "gathered; gather them and save the adapter again"
-            )
+            words = f"{layer.module} has an empty matrix, as ZeRO-3 and FSDP save parameters that were not gathered"
+            raise adapter.refused(words, "gather them and save the adapter again")
         if not adapter.config or not specs:
             continue
         adapter.scaling(layer)
         rank, one, settings = adapter.rank(layer), adapter.with_rank(layer), adapter.settings(layer)
         if one is not None and one.shape[:1] != (rank,) and not settings.get("target_parameters"):
-            raise AdapterError(
-                f"{path}: {layer.module} has matrices of rank {one.shape[0]}, and the r or rank_pattern of {CONFIG} "
-                f"says {rank}; use the {CONFIG} that was saved with it"
+            words = (
+                f"{layer.module} has matrices of rank {one.shape[0]}, and the r or rank_pattern of {CONFIG} says {rank}"
             )
+            raise adapter.refused(words, OWN_CONFIG)
         for option, role in _LAYERS_HAVE.items():
             if settings.get(option) and role not in layer.keys:
-                raise incomplete(path, f"trained with {option}, and {layer.module} has no {role} vector")
+                raise adapter.refused(f"trained with {option}, and {layer.module} has no {role} vector", FETCH)
             if settings.get(option) is False and role in layer.keys:
-                raise AdapterError(
-                    f"{path}: {layer.module} has a {role} vector, and {CONFIG} says that {option} is off; use the "
-                    f"{CONFIG} that was saved with it"
-                )
+                words = f"{layer.module} has a {role} vector, and {CONFIG} says that {option} is off"
+                raise adapter.refused(words, OWN_CONFIG)
     has_tokens = any("tokens" in layer.keys for layer in adapter.layers)
     if adapter.config.get("trainable_token_indices") and not has_tokens:
-        raise incomplete(path, "trained with trainable_token_indices, and has no rows of tokens")
+        raise adapter.refused("trained with trainable_token_indices, and has no rows of tokens", FETCH)

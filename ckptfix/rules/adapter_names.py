@@ -12,7 +12,7 @@ from typing import Any
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.finding import counted
 from ckptfix.errors import AdapterError, Opt
-from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, adapter_in, model_config
+from ckptfix.reading.adapters import CONFIG, OWN_LIBRARY, Adapter, AdapterLayer, adapter_in, model_config
 from ckptfix.rules.quantised_layers import MULTIPLIED, beside_codes, wanted_layers
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
@@ -105,10 +105,8 @@ class BaseNames:
         if len(keys) > 1:
             keys = [key for key in keys if {*self.checkpoint.specs[key].shape[-2:]} == sizes] or keys
         if len(keys) > 1:
-            raise AdapterError(
-                f"{self.adapter.path}: the layer {layer.module} may be {_either(keys)} of {self.checkpoint.path}; "
-                "merge it with the library that trained it"
-            )
+            words = f"the layer {layer.module} may be {_either(keys)} of {self.checkpoint.path}"
+            raise self.adapter.refused(words, OWN_LIBRARY)
         return keys[0]
 
     def check_complete(self) -> None:

@@ -49,6 +49,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.reading.adapters import (
     CONFIG,
+    FETCH,
     UNMERGED,
     Adapter,
     adapter_in,
@@ -253,11 +254,8 @@ def _refuse_non_finite(context: Context, adapters: Sequence[Adapter], merges: Se
         figures = context.statistics_of({key: adapter.checkpoint.specs[key] for key in sorted(used)})
         bad = [key for key in sorted(used) if key in figures and figures[key].nonfinite]
         if bad:
-            raise AdapterError(
-                f"{adapter.path or adapter.checkpoint.path}: {counted(len(bad), 'tensor')} of the adapter "
-                f"{'has' if len(bad) == 1 else 'have'} NaN or infinity, such as {bad[0]}, which a merge would spread "
-                "over the base; fetch the adapter again"
-            )
+            words = f"{counted(len(bad), 'tensor')} of the adapter {'has' if len(bad) == 1 else 'have'} NaN or infinity"
+            raise adapter.refused(f"{words}, such as {bad[0]}, which a merge would spread over the base", FETCH)
 
 
 def _origin(adapter: Adapter, base: str) -> str:

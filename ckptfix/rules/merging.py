@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
+from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Delta, Drop, Edit, Fill, MergeAdapter, renames
 from ckptfix.core.parts import full
 from ckptfix.core.spec import TensorSpec
@@ -24,9 +24,12 @@ from ckptfix.reading.adapters import (
     CORES,
     HADAMARD,
     KRONECKER,
+    OTHER_BASE,
+    OWN_CONFIG,
+    OWN_LIBRARY,
     Adapter,
     AdapterLayer,
-    config_beside,
+    model_config,
 )
 from ckptfix.reading.boxes import row_major_bytes
 from ckptfix.rules.adapter_names import EMBEDDINGS, HEADS, BaseNames, is_copied, is_of_words, quantised
@@ -72,16 +75,12 @@ def find_merge(
         for key, delta in _deltas(checkpoint, adapter, merge, target):
             _refuse_codes(checkpoint, key)
             if undo and (delta.form not in _TAKEN_OFF or delta.has_magnitude):
-                raise AdapterError(
-                    f"{adapter.path}: {key} cannot be restored: the adapter has "
-                    f"{'the norms of DoRA' if delta.has_magnitude else 'new values for it'}, and the old ones are "
-                    "lost; use the base itself"
-                )
+                what = "the norms of DoRA" if delta.has_magnitude else "new values for it"
+                words = f"{key} cannot be restored: the adapter has {what}, and the old ones are lost"
+                raise adapter.refused(words, "use the base itself")
             if undo and delta.form == "scale" and not adapter.checkpoint.read(delta.factors[0]).all():
-                raise AdapterError(
-                    f"{adapter.path}: {key} cannot be restored: it was multiplied by a zero in {delta.factors[0]}; "
-                    "use the base itself"
-                )
+                words = f"{key} cannot be restored: it was multiplied by a zero in {delta.factors[0]}"
+                raise adapter.refused(words, "use the base itself")
             # A module saved in full is a separate copy; any other delta changes a tensor under all its names.
             is_copy = delta.form == "whole" and (adapter.kind == "LN_TUNING" or is_copied(adapter, key))
             if is_copy:
@@ -103,10 +102,8 @@ def _refuse_overlap(adapter: Adapter, key: str, delta: Delta, merge: Merge) -> N
     """Raise ``AdapterError`` if two adapters have new values for the same row."""
     for other in merge.deltas[key]:
         if other.adapter != adapter.path and (common := {*other.rows} & {*delta.rows}):
-            raise AdapterError(
-                f"{adapter.path}: has a new row for token {min(common)} of {key}, and so has {other.adapter}; merge "
-                "one of the two"
-            )
+            words = f"has a new row for token {min(common)} of {key}, and so has {other.adapter}"
+            raise adapter.refused(words, "merge one of the two")
 
 
 def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:
@@ -136,16 +133,14 @@ def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Targe
                 "ties to it: save the adapter with both (save_embedding_layers=True in peft)"
             )
         if len(merge.deltas[key]) > 1:
-            raise AdapterError(
-                f"{adapter.path}: has {key} whole, and another adapter changes {name}, which is the same tensor in "
-                "the base; merge them one after the other"
-            )
+            words = f"has {key} whole, and another adapter changes {name}, which is the same tensor in the base"
+            raise adapter.refused(words, "merge them one after the other")
         merge.added[name] = Fill(name, spec.dtype, spec.shape, "tie", f":{key}")
 
 
 def _heads(checkpoint: Checkpoint, adapter: Adapter, key: str) -> set[str]:
     """Return the key of the head that is tied to the embedding ``key`` according to the model's configuration."""
-    config = {} if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path, "config.json") or {}
+    config = model_config(checkpoint)
     module = key.removesuffix(".weight").rpartition(".")[2]
     if module not in EMBEDDINGS or any(name.rpartition(".")[0].endswith(HEADS) for name in checkpoint.specs):
         return set()
@@ -390,14 +385,6 @@ def _refuse_codes(checkpoint: Checkpoint, key: str) -> None:
         raise quantised(checkpoint, f"{key} is quantised, as {codes} shows")
 
 
-def _of_other_base(adapter: Adapter, words: str) -> AdapterError:
-    return AdapterError(f"{adapter.path}: {words}; give the base that it was trained on")
-
-
-def _by_its_library(adapter: Adapter, words: str) -> AdapterError:
-    return AdapterError(f"{adapter.path}: {words}; merge it with the library that trained it")
-
-
 def _of_layer(
     checkpoint: Checkpoint, adapter: Adapter, layer: AdapterLayer, key: str, turned: _Orientation
 ) -> Iterator[tuple[str, Delta]]:
@@ -444,7 +431,7 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     _check_norms(adapter, layer, two[0], spec)
     if len(one) != len(two) and not layer.is_embedding:
         words = f"{layer.module} has matrices {list(one)} and {list(two)}, as LyCORIS saves convolutions of DyLoRA"
-        raise _by_its_library(adapter, words)
+        raise adapter.refused(words, OWN_LIBRARY)
     fits = len(one) == len(two) and one[:1] == two[1:2] == (rank,)
     if layer.is_embedding and len(one) == 2:
         fits, is_turned, rounds = fits and spec.shape == (one[1], two[0]), True, narrow or len(factors) < 3
@@ -466,7 +453,7 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
         rounds = narrow or is_parameter or layer.is_mlx
     if not fits:
         words = f"{layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit {key}"
-        raise _of_other_base(adapter, f"{words} {list(spec.shape)} of the base")
+        raise adapter.refused(f"{words} {list(spec.shape)} of the base", OTHER_BASE)
     return Delta(adapter.path, form, factors, scaling, is_turned, rounds, narrow)
 
 
@@ -479,10 +466,8 @@ def _check_norms(adapter: Adapter, layer: AdapterLayer, outputs: int, spec: Tens
     by_outputs = norms.numel == outputs and (norms.shape[0] == outputs or not is_lycoris)
     by_inputs = is_lycoris and norms.shape[:1] == (1,) and (norms.numel,) == spec.shape[1:2]
     if not by_outputs and not by_inputs:
-        raise AdapterError(
-            f"{adapter.path}: {layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {outputs} "
-            "outputs, unlike DoRA; merge it with the library that trained it"
-        )
+        words = f"{layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {outputs} outputs, unlike DoRA"
+        raise adapter.refused(words, OWN_LIBRARY)
 
 
 def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, turned: _Orientation) -> Delta:
@@ -500,15 +485,13 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
         rank, cores = adapter.rank(layer), [core.shape for role in CORES if (core := adapter.spec(layer, role))]
         ends = [(rank, size) for size in spec.shape[:2]] if cores else [(wanted[0], rank), (rank, wanted[1])]
         # Those of OneTrainer have the axes of the kernel.
-        matrices = [(*shape[:1], prod(shape[1:])) for shape in shapes[: len(HADAMARD)]]
-        fits = len(spec.shape) > 1 and matrices == ends * 2
+        flat = [(*shape[:1], prod(shape[1:])) for shape in shapes[: len(HADAMARD)]]
+        fits = len(spec.shape) > 1 and flat == ends * 2
         fits = fits and all(core[:2] == (rank, rank) and prod(core[2:]) == prod(spec.shape[2:]) for core in cores)
     if not fits or turned.is_conv1d(key):
-        raise AdapterError(
-            f"{adapter.path}: {layer.module} has matrices {' and '.join(map(str, map(list, shapes)))}, which do not "
-            f"fit {key} {list(spec.shape)} of the base; give the base that it was trained on, or merge it with the "
-            "library that trained it"
-        )
+        matrices = " and ".join(map(str, map(list, shapes)))
+        words = f"{layer.module} has matrices {matrices}, which do not fit {key} {list(spec.shape)} of the base"
+        raise adapter.refused(words, f"{OTHER_BASE}, or {OWN_LIBRARY}")
     _check_norms(adapter, layer, spec.shape[0], spec)
     return Delta(adapter.path, "kronecker" if layer.is_kronecker else "hadamard", factors, adapter.scaling(layer))
 
@@ -518,13 +501,13 @@ def _difference(checkpoint: Checkpoint, adapter: Adapter, stored: str, key: str)
     spec, value = checkpoint.specs.get(key), adapter.checkpoint.specs[stored]
     if spec is None or spec.shape != value.shape:
         has = f"no {key}" if spec is None else f"{key} {list(spec.shape)}"
-        raise _of_other_base(adapter, f"has {stored} {list(value.shape)}, but the base has {has}")
+        raise adapter.refused(f"has {stored} {list(value.shape)}, but the base has {has}", OTHER_BASE)
     return Delta(adapter.path, "bias", (stored,), adapter.weight)
 
 
 def _refuse_weight(adapter: Adapter, why: str) -> None:
     if adapter.weight != 1:
-        raise AdapterError(f"{adapter.path}: {why}; omit ={adapter.weight:g}")
+        raise adapter.refused(why, f"omit ={adapter.weight:g}")
 
 
 def _scales(
@@ -544,16 +527,16 @@ def _scales(
         elif len(set(spec.shape[:2])) == 2:
             is_output = spec.shape[0] == scale.numel
         else:
-            raise AdapterError(
-                f"{adapter.path}: {layer.module} has as many inputs as outputs, and feedforward_modules of {CONFIG} is "
-                "an expression; name its layers one by one"
+            words = (
+                f"{layer.module} has as many inputs as outputs, and feedforward_modules of {CONFIG} is an expression"
             )
+            raise adapter.refused(words, "name its layers one by one")
         is_turned, axis = is_output, int(not is_output)
     wanted = [size if at == axis else 1 for at, size in enumerate(spec.shape)]
     wanted[:2] = wanted[1::-1] if is_turned else wanted[:2]
     if list(scale.shape) != wanted:
         words = f"{layer.module} has {list(scale.shape)} numbers, which do not fit {key} {list(spec.shape)}"
-        raise _of_other_base(adapter, words)
+        raise adapter.refused(words, OTHER_BASE)
     yield key, Delta(adapter.path, "scale", (layer.keys["scale"],), transposed=is_turned)
     bias = f"{key.rpartition('.')[0]}.bias"
     if is_output and bias in checkpoint.specs:
@@ -568,18 +551,15 @@ def _token_rows(adapter: Adapter, layer: AdapterLayer, spec: TensorSpec) -> tupl
     values = adapter.checkpoint.specs[layer.keys["tokens"]]
     rows = tuple(given) if isinstance(given, list) and all(type(row) is int for row in given) else ()
     if not rows or min(rows) < 0 or values.shape[:1] != (len(rows),):
-        raise AdapterError(
-            f"{adapter.path}: {layer.module} has {values.shape[0]} new rows, and the token indices in {CONFIG} do not "
-            f"say for which tokens; use the {CONFIG} that was saved with it"
-        )
+        words = f"{layer.module} has {values.shape[0]} new rows, and {CONFIG} has no token indices for them"
+        raise adapter.refused(words, OWN_CONFIG)
     if values.shape[1:] != spec.shape[1:]:
         words = f"{layer.module} has rows of {list(values.shape[1:])} numbers, and the base of {list(spec.shape[1:])}"
-        raise _of_other_base(adapter, words)
+        raise adapter.refused(words, OTHER_BASE)
     if max(rows) >= spec.shape[0]:
-        raise AdapterError(
-            f"{adapter.path}: {layer.module} has a row for token {max(rows)}, and the base only {spec.shape[0]} "
-            "tokens; give the base with the vocabulary that it was trained on (resize_token_embeddings in transformers)"
-        )
+        words = f"{layer.module} has a row for token {max(rows)}, and the base only {spec.shape[0]} tokens"
+        remedy = "give the base with the vocabulary that it was trained on (resize_token_embeddings in transformers)"
+        raise adapter.refused(words, remedy)
     return rows
 
 
@@ -591,7 +571,7 @@ def _whole(
     _refuse_weight(adapter, f"has {stored} whole, so no weight applies")
     if spec is None:
         if "peft_type" not in adapter.config:
-            raise _by_its_library(adapter, f"has {stored}, which ckptfix does not know")
+            raise adapter.refused(f"has {stored}, which ckptfix does not know", OWN_LIBRARY)
         if other := _same_by_another_name(checkpoint, key, value.shape):
             raise AdapterError(
                 f"{adapter.path}: has {stored} whole, but {checkpoint.path} has {other} instead; rename its layers "
@@ -599,15 +579,15 @@ def _whole(
                 Opt("model"),
             )
         if not is_copied(adapter, key) and not (is_of_words(key) and value.shape[1:]):
-            raise _of_other_base(adapter, f"has {stored}, which {checkpoint.path} lacks")
+            raise adapter.refused(f"has {stored}, which {checkpoint.path} lacks", OTHER_BASE)
         merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
     elif "float" in value.dtype and "float" not in spec.dtype:
         raise quantised(checkpoint, f"{key} is stored as {spec.dtype}, so it is quantised")
     elif ("float" in spec.dtype) != ("float" in value.dtype):
-        raise _of_other_base(adapter, f"has {key} as {value.dtype} and the base as {spec.dtype}")
+        raise adapter.refused(f"has {key} as {value.dtype} and the base as {spec.dtype}", OTHER_BASE)
     elif spec.shape != value.shape and not (is_of_words(key) and spec.shape[1:] == value.shape[1:]):
         shapes = f"{list(value.shape)} and the base as {list(spec.shape)}, which was resized for it or is another model"
-        raise _of_other_base(adapter, f"has {key} as {shapes}")
+        raise adapter.refused(f"has {key} as {shapes}", OTHER_BASE)
     else:
         if spec.shape != value.shape:
             merge.resized[key] = value.shape[0]

@@ -41,7 +41,7 @@ from tests.rules.adapters import DTYPES, LINEAR, LORA, cached, changed_config, l
         pytest.param({"lora_bias": True}, "has no bias vector", id="lost biases"),
         pytest.param({"trainable_token_indices": [3]}, "has no rows of tokens", id="lost tokens"),
         pytest.param({"modules_to_save": ["head"]}, r"the adapter has no head\.", id="a lost head"),
-        pytest.param({"r": 0}, "has the rank 0: according to r", id="no rank"),
+        pytest.param({"r": 0}, "has the rank 0 according to r", id="no rank"),
         pytest.param({"lora_alpha": "8"}, "instead of a number", id="a text for a number"),
         pytest.param({"lora_alpha": None}, "the lora_alpha of .* instead of a number", id="null for a number"),
         pytest.param({"rank_pattern": ["q"]}, "does not map layers", id="a list for a map"),
@@ -887,8 +887,8 @@ def test_what_replaces_values_of_a_tied_embedding(config, tmp_path, monkeypatch)
     ("changes", "says"),
     [
         ({"token_indices": [3, 50]}, "has a row for token 50, and the base only 50 tokens; give the base with the"),
-        ({"token_indices": [3]}, "has 2 new rows, and the token indices in adapter_config.json do not say for which"),
-        ({"token_indices": None}, "has 2 new rows, and the token indices"),
+        ({"token_indices": [3]}, "has 2 new rows, and adapter_config.json has no token indices for them; use the"),
+        ({"token_indices": None}, "has 2 new rows, and adapter_config.json"),
     ],
 )
 def test_rows_of_tokens_that_the_base_lacks_are_refused(changes, says, tmp_path):
