@@ -53,14 +53,14 @@ def is_sound(storage: Storage) -> bool:
     return found and (not storage.parts or all(map(is_sound, storage.parts)))
 
 
-def is_open(storage: Storage) -> bool:
+def is_pending(storage: Storage) -> bool:
     """Return whether the storage itself has a checksum that was not verified yet."""
     return storage.crc32 is not None and storage not in _SOUND
 
 
 def is_unverified(storage: Storage) -> bool:
     """Return whether the storage or one of its parts has a checksum that was not verified yet."""
-    return is_open(storage) or (bool(storage.parts) and any(map(is_unverified, storage.parts)))
+    return is_pending(storage) or (bool(storage.parts) and any(map(is_unverified, storage.parts)))
 
 
 def note_checksum(storage: Storage, crc: int) -> bool:
@@ -84,7 +84,7 @@ Alarm = Callable[[Storage], None]  # called with a damaged storage that is read
 def verified_stream(storage: Storage, start: int, stop: int, alarm: Alarm) -> Iterator[memoryview]:
     """Yield bytes ``start`` to ``stop`` of a storage in blocks, and call ``alarm`` if it is damaged: before the first
     block, or after the last one if this is the first pass over a whole storage."""
-    is_first = (start, stop) == (0, storage.nbytes) and is_open(storage)
+    is_first = (start, stop) == (0, storage.nbytes) and is_pending(storage)
     if is_first:
         yield from _verifying(storage)
     if not is_sound(storage):
@@ -142,7 +142,7 @@ class Verifier:
     def __init__(self, storages: Iterable[Storage]) -> None:
         self._storages = dict.fromkeys(_with_parts(storages, set()))
         self._sums: dict[OpenFile | ByteSource, list[_Sum]] = {}
-        for storage in filter(is_open, self._storages):
+        for storage in filter(is_pending, self._storages):
             place = located(storage.source)
             whole, offset = (storage.source, 0) if place is None else (place.file, place.offset)
             insort(self._sums.setdefault(whole, []), _Sum(storage, offset), key=_offset)

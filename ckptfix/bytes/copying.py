@@ -147,21 +147,21 @@ class Copier:
 
     def _copy_range(self, file: OpenFile, offset: int, nbytes: int, is_summed: bool, crc: int) -> int:
         begin, done = self.tell(), 0
-        goal = None  # descriptor of the new file, as long as the kernel copies
+        output = None  # descriptor of the new file, as long as the kernel copies
         if nbytes > SMALL and (begin - offset) % PAGE == 0 and not file.is_remote:
             self._end_window()
-            goal = self._descriptor
+            output = self._descriptor
         while done < nbytes:
             count = min(self._room, nbytes - done)
-            if goal is not None:
-                moved = _by_kernel(goal, FileBytes(file, offset + done, nbytes - done), count)
-                goal, count = (goal, moved) if moved else (None, count)
-            if goal is None or self._is_readable or is_summed:
+            if output is not None:
+                moved = _by_kernel(output, FileBytes(file, offset + done, nbytes - done), count)
+                output, count = (output, moved) if moved else (None, count)
+            if output is None or self._is_readable or is_summed:
                 block = self._space(count)
                 file.fill(block, offset + done)
                 crc = crc32(block, crc) if is_summed else crc
                 self._verifier.take(file, offset + done, block)
-            self._add(count, is_in_file=goal is not None)
+            self._add(count, is_in_file=output is not None)
             self._task.advance(count)
             done += count
         return crc
@@ -250,10 +250,10 @@ def _set_aside(descriptor: int, nbytes: int) -> None:
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: does not change the file's size
 
 
-def _by_kernel(goal: int, rest: FileBytes, count: int) -> int:
-    """Copy up to ``count`` bytes to descriptor ``goal``; return how many (0 if the kernel refuses or the file ends)."""
+def _by_kernel(output: int, rest: FileBytes, count: int) -> int:
+    """Copy up to ``count`` bytes to descriptor ``output``; return how many (0 if it refuses or the file ends)."""
     file = rest.file.opened()
     try:
-        return os.copy_file_range(file.descriptor, goal, count, rest.offset)
+        return os.copy_file_range(file.descriptor, output, count, rest.offset)
     except (OSError, AttributeError):  # AttributeError: the system has no such call
         return 0

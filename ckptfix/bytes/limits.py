@@ -39,7 +39,7 @@ TEXT, NUMBER, LIST, DICT = 40, 32, 72, 200  # bytes of the parts of parsed JSON
 
 # Items that the calls of a pickle may copy: this number, plus a multiple of the file's size. Protocol 2 passes the
 # bytes of each tensor twice, as text to `_codecs.encode` and as bytes to `_load_from_bytes`.
-HANDED, HANDED_SHARE = 1 << 20, 3
+COPIED, COPIED_SHARE = 1 << 20, 3
 KEY_NODES = 256  # parts of a dict key: hashing a tuple visits all of it, and a nested shared one costs 2^depth
 KEY_STEPS = 5  # opcodes that checking such a key counts as
 KEY_BITS = 4096  # bits of a number used as a key
@@ -66,7 +66,7 @@ class Bounds:
         dense = (min(share * size, most) for share, most in DENSE_SHARES)
         self.limit = self.left = max(MEMORY, MEMORY_SHARE * size, *dense)
         self._steps = STEPS + size // 2
-        self._handed = HANDED_SHARE * size + HANDED
+        self._copies = COPIED_SHARE * size + COPIED
         self._hashes: Counter[int] = Counter()
         self._keys = self._sets = 0
 
@@ -74,7 +74,7 @@ class Bounds:
         """Raise the limits for a packed file of ``size`` unpacked bytes, but not by more than ``PACKING`` allows."""
         believed = Bounds(self.path, max(self._size, min(size, PACKING * self._size)))
         self.left += max(0, believed.limit - self.limit)
-        self._steps, self._handed = max(self._steps, believed._steps), max(self._handed, believed._handed)
+        self._steps, self._copies = max(self._steps, believed._steps), max(self._copies, believed._copies)
         self.limit = max(self.limit, believed.limit)
 
     def spend(self, nbytes: int) -> None:
@@ -129,12 +129,12 @@ class Bounds:
         self.expect_json(raw)
         return json.loads(raw, object_pairs_hook=pairs, parse_constant=constant)
 
-    def hand(self, *values: Any) -> None:
+    def count_copies(self, *values: Any) -> None:
         """Count the arguments of a call, which it may copy. Short ones are free: honest pickles share them too."""
         for value in values:
             if type(value) in _SIZED and len(value) > 64:
-                self._handed -= len(value)
-        if self._handed < 0:
+                self._copies -= len(value)
+        if self._copies < 0:
             raise HostileError(
                 f"{self.path}: the calls of its pickle copy more than the pickle holds, over and over; do not use "
                 "this file"

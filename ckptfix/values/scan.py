@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ckptfix.bytes.checksums import crc32, is_open, note_checksum
+from ckptfix.bytes.checksums import crc32, is_pending, note_checksum
 from ckptfix.bytes.sources import SECTOR, located
 from ckptfix.bytes.threads import batched, side_by_side
 from ckptfix.core.dtypes import DTYPES
@@ -184,7 +184,7 @@ def parts_of(spec: TensorSpec, narrowing: Narrowing | None, edges: Edges = (), r
     nbytes = distinct * size
     # A checksum is that of a whole storage, from front to back.
     is_whole = storage is not None and not spec.offset and nbytes == storage.nbytes and walk.is_plain
-    proved = storage if is_whole and storage is not None and is_open(storage) else None
+    proved = storage if is_whole and storage is not None and is_pending(storage) else None
     place, row, is_marked = _samples(spec, walk)
     rarity *= is_marked
     distance = _distance(distinct * stored.units) * stored.itemsize

@@ -54,15 +54,15 @@ def test_keys_of_one_hash_are_refused_in_one_dict():
 def test_short_arguments_are_shared_for_free():
     bounds = Bounds("f", 10)
     for _ in range(100_000):
-        bounds.hand("latin1", (1, 2))
+        bounds.count_copies("latin1", (1, 2))
 
 
 def test_what_the_calls_are_handed_may_not_grow_past_the_pickle():
     bounds, large = Bounds("f", 10), "x" * (1 << 19)
-    bounds.hand(large)
-    bounds.hand(large)
+    bounds.count_copies(large)
+    bounds.count_copies(large)
     with pytest.raises(HostileError, match="over and over"):
-        bounds.hand(large)
+        bounds.count_copies(large)
 
 
 @pytest.mark.parametrize(

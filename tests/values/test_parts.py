@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import ckptfix
 from ckptfix.bytes import threads
-from ckptfix.bytes.checksums import is_open, is_sound
+from ckptfix.bytes.checksums import is_pending, is_sound
 from ckptfix.bytes.sources import located
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import Storage, TensorSpec, TensorStatistics
@@ -185,7 +185,7 @@ def storages(checkpoint: Checkpoint) -> dict[str, Storage]:
 def test_the_scan_proves_the_checksums_of_whole_tensors(archive):
     checkpoint = ckptfix.open_checkpoint(archive)
     Statistics(checkpoint).compute()
-    assert {key for key, storage in storages(checkpoint).items() if is_open(storage)} == {"slice", "empty"}
+    assert {key for key, storage in storages(checkpoint).items() if is_pending(storage)} == {"slice", "empty"}
     assert all(map(is_sound, storages(checkpoint).values()))
 
 

@@ -95,7 +95,7 @@ def _is_expression(part: Any) -> bool:
 _WRAPPED = 8  # layers of `functools.partial`; Python itself makes one
 
 
-def _handed(args: tuple[Any, ...]) -> Iterator[Global]:
+def _globals_in(args: tuple[Any, ...]) -> Iterator[Global]:
     """Yield the globals among the arguments of a call, also in lists or wrapped by ``functools.partial``."""
     for arg in args:
         for value in arg if isinstance(arg, (list, tuple)) else (arg,):
@@ -152,7 +152,7 @@ class InertTable(Struct):
             self.called.add(f"{name}()" if _goes_through(usual, args) else name)
         if usual.startswith(("torch.", "numpy.")):
             # These may call their arguments: the constructor of a bit generator, the schedule of a learning rate.
-            self.called.update(map(str, _handed(args)))
+            self.called.update(map(str, _globals_in(args)))
         return Opaque(function, args)
 
     def remarks(self) -> list[Fact]:

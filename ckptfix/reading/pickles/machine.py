@@ -250,7 +250,7 @@ class PickleMachine(PickleStream):
                     args = stack.pop()
                     function = stack[-1]
                     if type(function) is Global and type(args) is tuple:
-                        bounds.hand(args, *args)
+                        bounds.count_copies(args, *args)
                         stack[-1] = value = call(function, args)
                         spent += getsizeof(value) + 8
                     else:
@@ -351,9 +351,9 @@ class PickleMachine(PickleStream):
         if not isinstance(kwargs, dict | None):
             raise MalformedError("keyword arguments that are not a dict")
         bounds = self.bounds
-        bounds.hand(args)
+        bounds.count_copies(args)
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-        bounds.hand(*args)
+        bounds.count_copies(*args)
         if type(function) is Global:
             return bounds.make(Opaque(function, args, kwargs) if kwargs else self.call(function, args))
         if hasattr(function, "build"):
@@ -377,7 +377,7 @@ class PickleMachine(PickleStream):
             target.state = state
         elif isinstance(target, OrderedDict) and isinstance(state, dict):
             # torch sets `_metadata` of the state_dict this way.
-            self.bounds.hand(state)
+            self.bounds.count_copies(state)
             attributes = target.__dict__
             self.bounds.fill(attributes, attributes.update, {str(key): value for key, value in state.items()})
         elif hasattr(target, "build"):
