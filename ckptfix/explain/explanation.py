@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -271,8 +272,9 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), text)
 
 
-# The least number of words of both messages, and the least similarity (0 to 1), to suggest a known message.
+# The least number of words of both messages, and the similarity (0 to 1) above which a known message is suggested.
 _FEWEST_WORDS, _SIMILAR = 5, 0.53
+_MOST_COMPARED = 20  # different messages, from the end of a log: each takes a hundredth of a second
 
 _VALUE = re.compile(r"'[^']{0,200}'|\"[^\"]{0,200}\"|[\w./\\-]*[/\\][\w./\\-]*|\[[\d, ]*\]|\b\w*Error\b")
 
@@ -281,17 +283,18 @@ def nearest(text: str) -> tuple[KnownMessage, float] | None:
     """Return the record whose example is most similar to the text, with the similarity; None if none is close.
 
     Names, numbers, paths and the exception's class do not count."""
-    best: tuple[KnownMessage, float] | None = None
-    for message in messages(text):
-        own = _words(message.readings[0][:2000])
-        for record in RECORDS:
-            example = _words(record.example)
-            if min(len(own), len(example)) >= _FEWEST_WORDS:
-                similarity = SequenceMatcher(None, " ".join(own), " ".join(example), autojunk=False).ratio()
-                if similarity >= _SIMILAR and (best is None or similarity > best[1]):
-                    best = (record, similarity)
+    best, least = None, _SIMILAR
+    examples = [(record, words) for record in RECORDS if (words := _words(record.example))]
+    texts = dict.fromkeys(_words(message.readings[0][:2000]) for message in reversed(messages(text)))
+    for own in islice(filter(None, texts), _MOST_COMPARED):
+        for record, example in examples:
+            matcher = SequenceMatcher(None, own, example, autojunk=False)
+            if matcher.quick_ratio() > least and (similarity := matcher.ratio()) > least:
+                best, least = (record, similarity), similarity
     return best
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z]{3,}", _VALUE.sub(" ", text).lower())
+def _words(text: str) -> str:
+    """Return the words of a message that count, in a line; an empty text if they are too few."""
+    words = re.findall(r"[a-z]{3,}", _VALUE.sub(" ", text).lower())
+    return " ".join(words) if len(words) >= _FEWEST_WORDS else ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from difflib import SequenceMatcher
+from itertools import islice, product
 
 import pytest
 
-from ckptfix.explain import Explanation, MessageContext, explain, nearest
+from ckptfix.explain import Explanation, MessageContext, explain, explanation, nearest
 from ckptfix.explain.explanation import RECORDS, KnownMessage, recognise
 from ckptfix.explain.text import messages
 from tests.cli.programs import parse
@@ -52,6 +54,23 @@ def test_the_nearest(text: str, name: str):
     assert close is not None
     assert close[0].name == name
     assert 0.5 <= close[1] <= 1
+
+
+def test_a_long_log_of_unknown_errors_is_compared_from_its_end(monkeypatch):
+    compared = 0
+
+    class Counting(SequenceMatcher):
+        def __init__(self, *given, **more):
+            nonlocal compared
+            compared += 1
+            super().__init__(*given, **more)
+
+    monkeypatch.setattr(explanation, "SequenceMatcher", Counting)
+    names = ("".join(letters) for letters in product("abcdefgh", repeat=4))
+    errors = [f"ValueError: no request of the kind {name} was finished by this worker" for name in islice(names, 2000)]
+    log = "\n".join(f"Traceback (most recent call last):\n{error}" for error in [*errors, *errors[:3] * 100])
+    assert nearest(log) is None
+    assert compared < 50 * len(RECORDS)
 
 
 def test_a_known_message_is_nearest_to_itself():
