@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import ckptfix
-from ckptfix.core import wording as shell
+from ckptfix.core import wording
 from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.options import settings_of
 from ckptfix.core.report import Call
@@ -31,10 +31,10 @@ def parse(words: list[str]) -> None:
 
 
 def watch() -> None:
-    """Parse every command that is put together from now on. Call it before anything imports ``typed``."""
-    plain = shell.typed
+    """Parse every command that is put together from now on. Call it before anything imports ``shell_join``."""
+    plain = wording.shell_join
 
-    def typed(words: Iterable[str]) -> str:
+    def checked_join(words: Iterable[str]) -> str:
         words = tuple(words)
         text = plain(words)
         if words[:1] == ("ckptfix",) and list(words[1:]) != sys.argv[1:]:  # the page shows its own command line
@@ -42,8 +42,8 @@ def watch() -> None:
             assert not text.isprintable() or "$'" in text or tuple(shlex.split(text)) == words, text
         return text
 
-    shell.typed = typed
-    from ckptfix.report import advice  # imported late, since it imports ``typed``
+    wording.shell_join = checked_join
+    from ckptfix.report import advice  # imported late, since it imports ``shell_join``
 
     call_text = advice.call_text
 

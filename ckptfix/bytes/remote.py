@@ -21,7 +21,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.transfers import Patience, PlaceError, TransferError, persistently
-from ckptfix.core.wording import typed
+from ckptfix.core.wording import shell_join
 from ckptfix.errors import UnreadableError, UsageError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _answered(action: Callable[[], T], url: str, verb: str) -> T:
 def download_advice(url: str) -> str:
     """Return the advice to download a file, as the end of a sentence."""
     words = download_words(url)
-    return f"download it first: {typed(words)}" if words else "copy it to this machine first"
+    return f"download it first: {shell_join(words)}" if words else "copy it to this machine first"
 
 
 def download_words(url: str) -> list[str]:

@@ -11,7 +11,7 @@ from ckptfix.cli.program import Argument, Run
 from ckptfix.core.option import Scope
 from ckptfix.core.options import BY_NAME, option_words
 from ckptfix.core.settings import parse_size
-from ckptfix.core.wording import no_option, typed
+from ckptfix.core.wording import no_option, shell_join
 from ckptfix.errors import Opt, UsageError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _migrate(
             for remark in migration.remarks if migration.chosen is None else ():
                 console.note(remark)
             if page is not None:
-                save_page(page, migration, typed(again), is_dry)
+                save_page(page, migration, shell_join(again), is_dry)
             if choices.get("output_format") == "json":
                 write_json(migration)
             else:
@@ -152,7 +152,7 @@ def tables(
     if file is not None and choices.get("table") is None:
         console.note(f"using {file}")
     elif file is None and (unused := Path(place, FILE_NAME)).is_file():
-        console.note(f"{unused} is not used; give it with --table {typed([str(unused)])}")
+        console.note(f"{unused} is not used; give it with --table {shell_join([str(unused)])}")
 
     def made(flags: Mapping[str, Any]) -> Table:
         table = plain_table(flags) if file is None else read_table(file, flags)
@@ -190,6 +190,6 @@ def draft(console: Console, source: str, destination: str | None, choices: Mappi
     console.end_progress()
     write_output(f"written: {goal}\n")
     named = () if goal == Path(FILE_NAME) else ("--table", str(goal))
-    again = typed((no_option(source), no_option(destination or "NEW_ZOO"), *named))
+    again = shell_join((no_option(source), no_option(destination or "NEW_ZOO"), *named))
     console.note(f"read it, correct it, and run: ckptfix migrate {again}")
     return 0

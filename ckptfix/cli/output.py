@@ -15,7 +15,7 @@ from typing import IO, Any
 from ckptfix.cli.console import FAILED, Console, write_output
 from ckptfix.core.finding import Level, counted
 from ckptfix.core.report import Report, envelope, error_to_json
-from ckptfix.core.wording import typed
+from ckptfix.core.wording import shell_join
 from ckptfix.errors import UsageError
 from ckptfix.report.advice import Presentation, ReportFormat, suggested
 from ckptfix.report.style import Line
@@ -128,7 +128,7 @@ class _JsonDocument(ReportFormat):
 
     def add(self, report: Report, presentation: Presentation) -> Iterable[Line]:
         commands = [
-            {"words": list(words), "text": typed(words), **({"price": price} if price else {})}
+            {"words": list(words), "text": shell_join(words), **({"price": price} if price else {})}
             for words, price in suggested(report, presentation)
         ]
         digest = _sha256(report.source) if presentation.choices.get("values", True) else None
@@ -215,7 +215,7 @@ def facts_of_run() -> dict[str, str]:
     """Return the date, the command and the versions that a page shows, by title."""
     return {
         "Made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "Command": typed(["ckptfix", *sys.argv[1:]]),
+        "Command": shell_join(["ckptfix", *sys.argv[1:]]),
         **environment(),
     }
 

@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from ckptfix.cli.console import Console, time_text, write_output
 from ckptfix.core.finding import counted
 from ckptfix.core.options import option_words
-from ckptfix.core.wording import no_option, typed
+from ckptfix.core.wording import no_option, shell_join
 from ckptfix.report.style import Line, Span, size
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import Summary
@@ -150,9 +150,9 @@ def _entry(group: _DecisionGroup, in_folder: Counter[str], again: Sequence[str])
     for way in group.record.get("decisions") or ():
         if way["command"] is not None:
             words = option_words({**(group.record["decision"] or {}), **way["options"]})
-            yield f"    {typed((*again, *only, *words))}"
+            yield f"    {shell_join((*again, *only, *words))}"
         elif way["options"]:
-            yield f"    --only … {typed(option_words(way['options']))}: {way['text']}"
+            yield f"    --only … {shell_join(option_words(way['options']))}: {way['text']}"
         if "price" in way:
             yield ("      ", Span(way["price"], "warning"))
 

@@ -33,7 +33,7 @@ from ckptfix.core.option import (
     Type,
 )
 from ckptfix.core.settings import SETTINGS
-from ckptfix.core.wording import nearest, no_option, typed
+from ckptfix.core.wording import nearest, no_option, shell_join
 from ckptfix.errors import Opt, UsageError
 
 # fmt: off
@@ -159,7 +159,7 @@ def settings_of(command: str) -> frozenset[str]:
 
 def flag_text(option: Opt) -> str:
     """Format an option for the command line: ``--fill target``, ``--no-values``."""
-    return typed(_words(option.name, option.value)) or f"--{option.name.replace('_', '-')}"
+    return shell_join(_words(option.name, option.value)) or f"--{option.name.replace('_', '-')}"
 
 
 def key_text(option: Opt) -> str:

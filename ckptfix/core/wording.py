@@ -36,12 +36,12 @@ def folded_places(places: Iterable[str]) -> dict[str, list[str]]:
     return {f"{name} ({len(group)})" if len(group) > 1 else group[0]: group for name, group in groups.items()}
 
 
-def typed(words: Iterable[str]) -> str:
+def shell_join(words: Iterable[str]) -> str:
     """Join the words of a command into one line that bash, zsh and ksh split into the same words."""
-    return " ".join(map(quoted, words))
+    return " ".join(map(shell_quote, words))
 
 
-def quoted(word: str) -> str:
+def shell_quote(word: str) -> str:
     """Quote one word of a command. Line breaks, undecodable bytes and invisible characters are escaped."""
     if word.isprintable():
         return shlex.quote(word)

@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.core.config import parse_toml
-from ckptfix.core.wording import no_option, quoted, typed
+from ckptfix.core.wording import no_option, shell_join, shell_quote
 from ckptfix.errors import one_line
 from ckptfix.explain.fit import Advice, read_fit
 from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages
@@ -253,8 +253,8 @@ def _explanation(
 
 def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject: MessageContext) -> Iterator[Advice]:
     words = {
-        "FILE": quoted(no_option(subject.file)) if subject.file else FILE,
-        "MODEL": typed(subject.model[1:2]) if subject.model[:1] == ("--model",) else MODEL,
+        "FILE": shell_quote(no_option(subject.file)) if subject.file else FILE,
+        "MODEL": shell_join(subject.model[1:2]) if subject.model[:1] == ("--model",) else MODEL,
     }
     for each in advice:
         if "{load}" in each.code and not values["load"]:
@@ -263,7 +263,7 @@ def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subjec
             continue  # a folder
         command = each.command
         if subject.model:
-            command = command.replace("--model {MODEL}", typed(subject.model))
+            command = command.replace("--model {MODEL}", shell_join(subject.model))
         yield Advice(_filled(each.text, values), _filled(command, words), _filled(each.code, values))
 
 

@@ -13,7 +13,7 @@ from ckptfix.core.finding import Blocks, Finding, Level, counted
 from ckptfix.core.option import REPAIR
 from ckptfix.core.options import command_words
 from ckptfix.core.report import Report
-from ckptfix.core.wording import typed
+from ckptfix.core.wording import shell_join
 from ckptfix.explain.explanation import MODEL, Explanation, KnownMessage
 from ckptfix.explain.fit import Advice
 from ckptfix.reading.folders.folders import OF_TRAINING
@@ -71,7 +71,7 @@ def judge(explanation: Explanation | None, report: Report, presentation: Present
         limits = "" if report.target else " as far as ckptfix can see without your model (--model or --like)"
         sentence = f"{report.source}: nothing is wrong with it{limits}."
     words, price = next(suggested(report, presentation), ((), ""))
-    command = typed(words)
+    command = shell_join(words)
     if is_spread and not words[3:]:  # a repair without options, which merging is too
         command = merging if explanation is None else ""
     return Verdict(sentence, confirming, others, command, price)
@@ -99,7 +99,7 @@ def merge_command(report: Report, choices: Mapping[str, Any]) -> str:
         for each in finding.remedies
         for name, value in each.options
     }
-    return typed(command_words(REPAIR, report.source, {**needed, **choices, "output": "model.pth"}))
+    return shell_join(command_words(REPAIR, report.source, {**needed, **choices, "output": "model.pth"}))
 
 
 def reading_code(report: Report, file: str, choices: Mapping[str, str]) -> str:

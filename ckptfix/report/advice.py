@@ -18,7 +18,7 @@ from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.options import command_words, flag_text, option_words
 from ckptfix.core.report import Call, Report
 from ckptfix.core.settings import PTH, SAFETENSORS
-from ckptfix.core.wording import first_names, typed
+from ckptfix.core.wording import first_names, shell_join
 from ckptfix.errors import Opt
 from ckptfix.report.style import Line, Span, percent
 
@@ -55,7 +55,7 @@ class Presentation(Struct, frozen=True):
     def command(self, command: str, source: str, choices: Mapping[str, Any]) -> str:
         """Return a command with these choices, or the call that does the same."""
         if self.call is None:
-            return typed(command_words(command, source, choices))
+            return shell_join(command_words(command, source, choices))
         return call_text(self.call, command, choices)
 
 
@@ -289,7 +289,7 @@ def _download(source: str) -> str:
         return ""
     from ckptfix.bytes.remote import download_words
 
-    return typed(download_words(source))
+    return shell_join(download_words(source))
 
 
 def _here(source: str) -> str:

@@ -22,7 +22,7 @@ from ckptfix.core.config import parse_toml
 from ckptfix.core.finding import counted
 from ckptfix.core.likeness import Fit, Likeness
 from ckptfix.core.parts import Shapes
-from ckptfix.core.wording import first_names, no_option, typed
+from ckptfix.core.wording import first_names, no_option, shell_join
 from ckptfix.errors import one_line
 from ckptfix.known.recognition import recognise
 from ckptfix.known.table import table
@@ -160,7 +160,7 @@ def write_draft(zoo: str, found: Found, summaries: Sequence[ItemSummary], others
     read = sum(len(group.summaries) for group, _ in found)
     counts = f"{counted(len(summaries), 'checkpoint')} in {zoo}: {read} read, {len(summaries) - read} not; "
     lines = [*comment(f"{counts}{counted(len(found), 'layout')} of keys. {counted(others, 'other file')}."), "#"]
-    for paragraph in _INTRODUCTION.format(zoo=typed([no_option(zoo)])).splitlines():
+    for paragraph in _INTRODUCTION.format(zoo=shell_join([no_option(zoo)])).splitlines():
         lines += comment(paragraph)
     if needed := sorted({each.needs for _, each in found if each.needs and _is_active(each)}):
         lines += comment(f"The active model lines need these packages: pip install {' '.join(needed)}")

@@ -23,7 +23,7 @@ from ckptfix.core.finding import Level, Placeholder, Remedy, Subject
 from ckptfix.core.option import CHECK, Scope
 from ckptfix.core.options import BY_NAME, flag_text, option_words, settings_of
 from ckptfix.core.report import Report
-from ckptfix.core.wording import no_option, typed
+from ckptfix.core.wording import no_option, shell_join
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, UnreadableError, UsageError
@@ -399,4 +399,4 @@ def command_with(job: Job, options: Mapping[str, Any]) -> str:
 
     It replaces an earlier decision, so it repeats that one's options."""
     words = option_words({**(job.decision or {}), **options})
-    return typed((*job.again, "--only", no_option(job.item.name), *words))
+    return shell_join((*job.again, "--only", no_option(job.item.name), *words))

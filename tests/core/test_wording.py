@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from ckptfix.core.wording import first_names, no_option, quoted, typed
+from ckptfix.core.wording import first_names, no_option, shell_join, shell_quote
 
 
 def test_a_list_is_cut() -> None:
@@ -19,14 +19,14 @@ ODD = ["two\nlines.pth", "tab\t'quoted'\\.pth", "esc\x1b[31m1", "bytes\udcff\udc
 
 @pytest.mark.parametrize("word", [*PLAIN, *ODD])
 def test_bash_reads_the_word_that_was_meant(word: str) -> None:
-    text = quoted(word)
+    text = shell_quote(word)
     assert text.isprintable()
     done = subprocess.run(["bash", "-c", f"printf %s {text}"], capture_output=True, check=True)
     assert done.stdout == word.encode("utf-8", "surrogateescape")
 
 
 def test_words_are_joined_by_blanks() -> None:
-    assert typed(["ckptfix", "repair", "a b.pth", "-o", "x\ny"]) == r"ckptfix repair 'a b.pth' -o $'x\012y'"
+    assert shell_join(["ckptfix", "repair", "a b.pth", "-o", "x\ny"]) == r"ckptfix repair 'a b.pth' -o $'x\012y'"
 
 
 @pytest.mark.parametrize(("name", "word"), [("a-x", "a-x"), ("./-x", "./-x"), ("-x", "./-x"), ("--fill", "./--fill")])

@@ -14,7 +14,7 @@ from ckptfix.core.option import REPAIR
 from ckptfix.core.options import option_words
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
-from ckptfix.core.wording import typed
+from ckptfix.core.wording import shell_join
 from ckptfix.errors import PlanError
 from ckptfix.report.advice import Presentation, comparison_command, remedies_text, suggested
 from ckptfix.report.edits import edit_lines
@@ -133,7 +133,7 @@ def _finding(finding: Mapping[str, Any]) -> dict[str, Any]:
 
 def _decision(way: Mapping[str, Any]) -> dict[str, Any]:
     """Return a possible decision. Without a command, as the user has to give a value, its text starts with options."""
-    options = "" if way["command"] else typed(option_words(way.get("options") or {}))
+    options = "" if way["command"] else shell_join(option_words(way.get("options") or {}))
     text = ": ".join(filter(None, (options, way["text"])))
     return {"text": text, "command": way["command"], "price": way.get("price")}
 
@@ -156,7 +156,9 @@ def _edit_lines(edits: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def record_of(report: Report, presentation: Presentation, seconds: float = 0.0) -> dict[str, Any]:
     """Return the record of one report, in the form of a line of ``manifest.jsonl``."""
-    ways = [{"text": "", "command": typed(words), "price": price} for words, price in suggested(report, presentation)]
+    ways = [
+        {"text": "", "command": shell_join(words), "price": price} for words, price in suggested(report, presentation)
+    ]
     likeness = report.likeness and {
         "text": likeness_text(report.likeness),
         "commands": list(likeness_commands(report.likeness, *comparison_command(report, presentation))),
