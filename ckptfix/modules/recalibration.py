@@ -26,7 +26,9 @@ class Recalibration(Struct, frozen=True):
     layers: tuple[str, ...]
 
 
-def recalibrate(model: nn.Module, loader: Iterable[Any], *, layers: Collection[str] | None = None) -> Recalibration:
+def recalibrate(
+    model: nn.Module, loader: Iterable[Any], *, layers: str | Collection[str] | None = None
+) -> Recalibration:
     """Measure the running mean and variance of batch and instance norms on data, in place.
 
     ``loader`` yields batches like a DataLoader: a tensor, a sequence whose first item is the input, or a mapping of
@@ -37,7 +39,7 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], *, layers: Collection[s
     Raises ``UsageError`` if there is nothing to measure or no data, and ``TargetError`` if the statistics become NaN or
     infinite, because the weights or the data are broken. Errors of the model itself are passed on. After any error the
     old statistics are restored."""
-    norms = _chosen(model, layers)
+    norms = _chosen(model, (layers,) if isinstance(layers, str) else layers)
     batches = samples = 0
     kept = {
         (name, statistic): tensor.clone()

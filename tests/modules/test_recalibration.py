@@ -74,6 +74,7 @@ def test_named_layers_alone_are_measured(data: torch.Tensor):
     net = Net()
     net.bn1.get_buffer("running_mean").fill_(2.0)
     assert ckptfix.recalibrate(net, loader(data), layers=["bn2"]).layers == ("bn2",)
+    assert ckptfix.recalibrate(net, loader(data), layers="bn2").layers == ("bn2",)
     assert torch.equal(net.bn1.get_buffer("running_mean"), torch.full((4,), 2.0))
     torch.testing.assert_close(net.bn2.running_mean, net.fc(net.eval().bn1(data)).mean(0))
 
