@@ -58,19 +58,19 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
     return checkpoint if settings.weights is None else with_pick(checkpoint, settings.weights)
 
 
-def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> Checkpoint:
+def open_state_dict(state_dict: Mapping[Any, Any]) -> Checkpoint:
     """Return a state_dict in memory as a checkpoint. Nothing is copied: unedited entries keep their memory."""
     storages: dict[int, Storage] = {}
     entries = {str(key): _specs_of(value, storages) for key, value in state_dict.items()}
     if len(entries) < len(state_dict):
-        raise UnreadableError(f"{name}: a key occurs twice, as a string and as a number; keep one of them")
+        raise UnreadableError("state_dict: a key occurs twice, as a string and as a number; keep one of them")
     specs = [value for value in entries.values() if isinstance(value, TensorSpec)]
     metadata = getattr(state_dict, "_metadata", None)
     remarks = [Fact.of(Kind.NON_STRING_KEY, key=str(key)) for key in state_dict if not isinstance(key, str)]
     if any(_is_array(value) for value in state_dict.values()):
         remarks.append(Fact(Kind.NUMPY_WEIGHTS))
     return Checkpoint(
-        path=name,
+        path="state_dict",
         format=IN_MEMORY,
         entries=entries,
         metadata=None if metadata is None else {str(module): dict(versions) for module, versions in metadata.items()},

@@ -143,8 +143,8 @@ class _WrittenMember(NamedTuple):
 class ZipWriter:
     """Appends members to a seekable file; ``close`` writes the directory."""
 
-    def __init__(self, file: BinaryIO | Copier, root: str = "archive") -> None:
-        self._file, self._root = file, root
+    def __init__(self, file: BinaryIO | Copier) -> None:
+        self._file = file
         self._members: list[_WrittenMember] = []
         self._end = file.tell()
 
@@ -158,7 +158,7 @@ class ZipWriter:
         ``place`` is the position of the bytes in another file: a large member keeps its offset within a page if that
         is aligned."""
         offset = self._end_of_members()
-        path = f"{self._root}/{name}".encode()
+        path = f"archive/{name}".encode()
         is_aligned = place is not None and place % ALIGNMENT == 0 and size >= LARGE
         header = _local_header(path, crc if isinstance(crc, int) else 0, size, offset, place if is_aligned else None)
         self._file.write(header)
