@@ -162,6 +162,15 @@ def why_unopened(path: str, error: OSError | ValueError) -> str:
     return f"cannot be opened: {reason}; {'ask its owner for read permission' if is_closed else 'check the path'}"
 
 
+_SMALL = 1 << 20
+
+
+def small_text(path: Path) -> str:
+    """Return the text of a small file, such as a configuration; empty if it does not exist or is larger than 1 MiB."""
+    is_small = path.is_file() and path.stat().st_size <= _SMALL
+    return path.read_text(encoding="utf-8", errors="replace") if is_small else ""
+
+
 # Bytes of the smallest read, so that the next small read nearby is free: in archives, the end of a member and the
 # header of the next one, or several small members.
 NEAR = 4096

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.files import why_unopened
+from ckptfix.bytes.files import small_text, why_unopened
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
@@ -66,7 +66,6 @@ _OF_FSDP = "pytorch_model_fsdp.bin"
 
 # The depth to which subfolders are searched for checkpoints, and the largest number of results.
 _DEPTH, _MOST_NAMED = 3, 100
-_LINK_LIMIT = 1 << 10
 _LIGHTNING_RELEASE = "pytorch-lightning_version"
 _PACKED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".tgz")
 _some = partial(first_names, most=6)
@@ -211,10 +210,7 @@ def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
         return latest
     real = [child for child in found if not child.is_symlink()]
     links = {child.resolve() for child in found if child.is_symlink()}
-    texts = [file for file in folder.glob("*.symlink") if file.is_file() and file.stat().st_size < _LINK_LIMIT]
-    links |= {
-        folder.resolve() / Path(file.read_text(encoding="utf-8", errors="replace").strip()).name for file in texts
-    }
+    links |= {folder.resolve() / Path(small_text(file).strip()).name for file in folder.glob("*.symlink")}
     named = [child for child in real if child.resolve() in links]
     return named[0] if len(named) == len(links) == 1 else None
 
@@ -262,8 +258,7 @@ def _of_lightning(root: dict[Any, Any]) -> dict[Any, Any]:
 
 def _is_torch_dist(folder: Path) -> bool:
     """Return whether ``metadata.json`` says that Megatron wrote the folder, which then has a ``common.pt``."""
-    file = folder / "metadata.json"
-    return file.is_file() and file.stat().st_size < _LINK_LIMIT and b'"torch_dist"' in file.read_bytes()
+    return '"torch_dist"' in small_text(folder / "metadata.json")
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from ckptfix.bytes.files import small_text
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque, mappings_in
 from ckptfix.core.spec import TensorSpec
@@ -27,14 +28,13 @@ NANOTRON = "nanotron"
 
 # Names of rank files with plain tensors, the programs that write them, and text in the config.json beside them.
 _PLAIN_PARTS = (
-    (r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors", "vLLM", b""),
-    (r"rank(\d{1,5})\.safetensors", "TensorRT-LLM", b'"tp_size"'),
-    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\.safetensors", NANOTRON, b""),
-    (r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt", "metaseq", b""),
-    (r"model_[tw]p(\d{1,5}_pp\d{1,5})\.pt", "InternEvo", b""),
+    (r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors", "vLLM", ""),
+    (r"rank(\d{1,5})\.safetensors", "TensorRT-LLM", '"tp_size"'),
+    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\.safetensors", NANOTRON, ""),
+    (r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt", "metaseq", ""),
+    (r"model_[tw]p(\d{1,5}_pp\d{1,5})\.pt", "InternEvo", ""),
 )
 _PART = "holds one rank's part of weights that {} split, under the names of the full weights"
-_CONFIG_LIMIT = 1 << 20
 FLAT = ("_flat_param", "flat_param")
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 _SHARDED = ("ShardedTensor", "DTensor")
@@ -106,10 +106,8 @@ def named_part(path: Path) -> RankShard | None:
             return RankShard(_PART.format("NeMo"), f"unpack all of it; {RANKS_REMEDY}")
     for pattern, maker, says in _PLAIN_PARTS:
         if re.fullmatch(pattern, path.name) and path.is_file():
-            config = path.with_name("config.json")
-            held = config.read_bytes() if config.is_file() and config.stat().st_size < _CONFIG_LIMIT else b""
             numbers = {found[1] for other in path.parent.iterdir() if (found := re.fullmatch(pattern, other.name))}
-            if says in held and any(number.strip("0_p") for number in numbers):
+            if says in small_text(path.with_name("config.json")) and any(number.strip("0_p") for number in numbers):
                 remedy = f"load it with {maker} on as many GPUs, or name the weights that it was made from"
                 if maker == NANOTRON:
                     remedy = "name the folder of the save, which has checkpoint_metadata.json"

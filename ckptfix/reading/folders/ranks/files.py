@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckptfix.bytes.files import small_text
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque, tensors_in
@@ -31,7 +32,6 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Arithm
 COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter", "num_updates"))
 
 _LISTED = 4
-_TAG_LIMIT = 1 << 10
 _FACTS = 4096
 # Bytes of a storage that are examined, and the largest number of distinct ones in a constant tensor.
 _LOOKED_AT, _FEW = 4096, 8
@@ -89,9 +89,8 @@ def latest_of(
     None if there is no such file, or if it names something else. Raises ``UnreadableError`` if the save is missing and
     others exist."""
     file = folder / latest
-    if not file.is_file() or file.stat().st_size > _TAG_LIMIT:
+    if not (word := small_text(file).strip()):
         return None
-    word = file.read_text(encoding="utf-8", errors="replace").strip()
     named = file_inside(folder, name(word), str(file))
     if named.is_dir():
         return named if is_one(named) else None

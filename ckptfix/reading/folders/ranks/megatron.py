@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ckptfix.bytes.files import small_text
 from ckptfix.bytes.limits import shown
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
@@ -66,7 +67,6 @@ _LEFT_OUT = frozenset(
 _SETTINGS = ("args", "opt_param_scheduler", "num_floating_point_operations_so_far")
 _NEMO_CONFIG = "model_config.yaml"
 _NEMO_SIZE = re.compile(r"^\s*((?:tensor|pipeline)_model_parallel_size):\s*(\d{1,7})\s*$", re.MULTILINE)
-_CONFIG_LIMIT = 1 << 20
 _MOST_PARTS = 1 << 12  # parts into which ranks may split a weight
 _DEPTH = 8
 _REPEATED = 1000  # entries of dicts that may occur more than once; a dict that contains itself would never end
@@ -122,10 +122,9 @@ def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
 
 def _nemo_sizes(folder: Path) -> dict[str, int]:
     """Return the sizes of tensor and pipeline parallelism in NeMo's configuration."""
-    file = file_inside(folder, _NEMO_CONFIG, str(folder))
-    if not file.is_file() or file.stat().st_size > _CONFIG_LIMIT:
+    if not (text := small_text(file_inside(folder, _NEMO_CONFIG, str(folder)))):
         raise UnreadableError(f"{folder}: has no {_NEMO_CONFIG}, which gives the number of ranks; fetch it")
-    return {name: int(size) for name, size in _NEMO_SIZE.findall(file.read_text(encoding="utf-8", errors="replace"))}
+    return {name: int(size) for name, size in _NEMO_SIZE.findall(text)}
 
 
 class _Joined:

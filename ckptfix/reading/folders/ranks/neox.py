@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ckptfix.bytes.files import small_text
 from ckptfix.bytes.sources import ComputedBytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.lazy import torch
@@ -24,7 +25,7 @@ from ckptfix.reading.folders.ranks.files import note_copies
 from ckptfix.reading.folders.ranks.partition import Joining, SplitOf
 from ckptfix.reading.tensors import bytes_of, torch_dtype
 
-_CONFIGS, _CONFIG_LIMIT = "configs", 1 << 20
+_CONFIGS = "configs"
 _RESIDUAL = re.compile(r"""(?im)^[^#\n]*?["']?gpt[-_]j[-_]residual["']?\s*:\s*["']?(true|false)""")
 # A key of every layer of GPT-NeoX (in a file of its own or among all layers), and the biases that may be summed.
 _LAYER = re.compile(r"(?:sequential\.\d+\.)?attention\.query_key_value\.")
@@ -43,8 +44,7 @@ class Neox:
     def is_residual(self) -> bool | None:
         """Whether ``gpt_j_residual`` is set, which is off by default; None if there is no configuration."""
         for place in (self.folder / _CONFIGS, self.folder.parent / _CONFIGS):
-            files = [file for file in sorted(place.glob("*.yml")) if file.stat().st_size < _CONFIG_LIMIT]
-            texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+            texts = [text for file in sorted(place.glob("*.yml")) if (text := small_text(file))]
             found = {match[1].lower() == "true" for text in texts for match in _RESIDUAL.finditer(text)}
             if len(found) > 1:
                 raise UnreadableError(f"{place}: its files differ in gpt_j_residual; keep only those of this run")
