@@ -143,12 +143,7 @@ def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain]) -> 
     for name, places, what, said in (
         ("left_out", attributes, "attribute", "of the module, which neither a state_dict nor the output has"),
         ("left_out", on_tensors, "attribute", "set on tensors by code, which the output will not have"),
-        (
-            "storages",
-            storages,
-            "storage",
-            "without a tensor: torch.load reads them, but the output has tensors instead",
-        ),
+        ("storages", storages, "storage", "without a tensor: torch.load reads them, but the output has tensors"),
     ):
         if places:
             yield rule.finding(Level.NOTE, f"{counted(len(places), what)} {said}", evidence={name: places})

@@ -60,12 +60,7 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
         options = _options(was.get(optimizer.name, optimizer))
         for what, named, where, outcome in (
             ("state", others, counted(len(optimizer.ids), "parameter"), "it will not load into an optimizer"),
-            (
-                "options",
-                list(dict.fromkeys(options.values())),
-                ", ".join(options),
-                "an optimizer accepts that as its own",
-            ),
+            ("options", [*dict.fromkeys(options.values())], ", ".join(options), "an optimizer accepts that as its own"),
         ):
             if named:
                 yield rule.finding(

@@ -188,10 +188,7 @@ def by_live_groups(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
     if change.reorders:  # the script may have listed them in the file's order, within each group or overall
         rank = {key: number for number, key in enumerate(change.before)}
         for parts in ([[key for (key,) in group] for group in groups], [live]):
-            pairs = (
-                zip(sorted(part, key=order.__getitem__), sorted(part, key=rank.__getitem__), strict=True)
-                for part in parts
-            )
+            pairs = (zip(*(sorted(part, key=by.__getitem__) for by in (order, rank)), strict=True) for part in parts)
             readings.append(dict(chain.from_iterable(pairs)))
     rows = [optimizer.row(number) for number in optimizer.ids]
     for known in readings:
