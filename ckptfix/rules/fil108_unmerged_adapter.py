@@ -205,7 +205,10 @@ def _merge(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.settings.values:
         _refuse_non_finite(context, adapters, merges)
     sizes = _changes(context, adapters, merges) if context.settings.values else {}
-    elsewhere = "".join(f"; {counted(number, 'layer')} for {name} are left out" for name, number in merge.left.items())
+    elsewhere = "".join(
+        f"; {counted(number, 'layer')} for {name} {'is' if number == 1 else 'are'} left out"
+        for name, number in merge.left.items()
+    )
     if merge.resized:
         key, words = next(iter(merge.resized.items()))
         elsewhere += f"; the vocabulary of {checkpoint.specs[key].shape[0]} becomes one of {words}"

@@ -47,7 +47,7 @@ class Merge(Struct):
 
     deltas: dict[str, list[Delta]] = field(default_factory=lambda: defaultdict(list))
     added: dict[str, Fill] = field(default_factory=dict)
-    # Components of a pipeline that the checkpoint lacks, with their number of layers.
+    # Components of a pipeline that the checkpoint lacks, with their number of layers, and embeddings of prompts.
     left: dict[str, int] = field(default_factory=dict)
     # Embeddings and heads that an adapter holds in full for another vocabulary, with its size.
     resized: dict[str, int] = field(default_factory=dict)
@@ -196,6 +196,9 @@ def _deltas(
     if adapter.is_peft and not adapter.is_kohya:
         first.check_complete()
     for key, stored in adapter.saved.items():
+        if stored.startswith("bundle_emb."):  # of OneTrainer, for no tensor of the model
+            merge.left["prompts (bundle_emb)"] = merge.left.get("prompts (bundle_emb)", 0) + 1
+            continue
         yield from _whole(checkpoint, adapter, first.renamed(key), stored, merge)
     wider = {
         key: replace(view.specs[key], shape=(rows, *view.specs[key].shape[1:])) for key, rows in merge.resized.items()

@@ -716,6 +716,15 @@ def test_a_bias_beside_the_second_matrix_is_added_and_one_beside_the_first_is_re
             ckptfix.repair_state_dict(base, adapter=path)
 
 
+def test_embeddings_of_prompts_in_the_file_of_onetrainer_are_left_out(tmp_path):
+    tensors = {f"lora_unet_q.{key}": torch.ones(shape[:2]) for key, shape in PIXEL.items()}
+    save_file({**tensors, "bundle_emb.token.clip_l": torch.ones(2, 8)}, tmp_path / "trained.safetensors")
+    base = {"q.weight": torch.zeros(24, 8)}
+    repaired, report = ckptfix.repair_state_dict(base, adapter=tmp_path / "trained.safetensors")
+    assert torch.equal(repaired["q.weight"], torch.full((24, 8), 4.0))
+    assert "1 layer for prompts (bundle_emb) is left out" in report.findings[0].message
+
+
 @pytest.mark.parametrize("component", ["transformer", "diffusion_model"])
 def test_a_difference_beside_matrices_in_the_names_of_diffusers(component, tmp_path):
     tensors = {f"{component}.q.{key}": torch.ones(shape[:2]) for key, shape in PIXEL.items()}
