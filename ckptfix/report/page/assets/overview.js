@@ -20,7 +20,7 @@ function leadText() {
     counted(rows.length, "file"),
     sum("size") ? bytes(sum("size")) : "",
     sum("numel") ? `${quantity(sum("numel"))} parameters and buffers` : "",
-    sum("seconds") >= 1 ? `${duration(sum("seconds"))} summed over all files` : "",
+    sum("seconds") >= 1 ? `${duration(sum("seconds"))} of processing time` : "",
   ].filter(Boolean).join(" · ");
 }
 
