@@ -137,11 +137,7 @@ class Builder:
             raise UnreadableError(
                 f"{self.path}: torch refuses a tensor of {spec.dtype} {spec.shape}: {reason}"
             ) from error
-        return (
-            tensor.requires_grad_()
-            if spec.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-            else tensor
-        )
+        return tensor.requires_grad_() if spec.can_learn else tensor
 
     def _strided(self, spec: TensorSpec) -> torch.Tensor:
         if spec.storage is None:

@@ -129,11 +129,8 @@ class _Plainer:
             self._note(path, _class_name(value), "str")
             return f"<{_class_name(value)}>"
         self._open.add(id(value))
-        made = (
-            self._object(value, path, depth)
-            if isinstance(value, (Opaque, Global, NumpyArray))
-            else self._container(value, path, depth)
-        )
+        convert = self._object if isinstance(value, (Opaque, Global, NumpyArray)) else self._container
+        made = convert(value, path, depth)
         self._open.discard(id(value))
         self._done[id(value)] = (value, made)  # the value is kept alive, or its id could return
         return made
@@ -215,13 +212,9 @@ class _Plainer:
         if isinstance(key, tuple):
             return tuple(self._key(part, path) for part in key)
         self._note(path, f"key {_class_name(key)}", "str")
-        return (
-            today(key)
-            if isinstance(key, Global)
-            else f"{_class_name(key)}{key.args}"
-            if isinstance(key, Opaque)
-            else f"<{_class_name(key)} {shown(key)}>"
-        )
+        if isinstance(key, Global):
+            return today(key)
+        return f"{_class_name(key)}{key.args}" if isinstance(key, Opaque) else f"<{_class_name(key)} {shown(key)}>"
 
     def _object(self, value: Opaque | Global | NumpyArray, path: ContainerPath, depth: int) -> Any:
         if isinstance(value, Global):
@@ -268,13 +261,8 @@ def _is_made_by_torch(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _class_name(value: Any) -> str:
-    return (
-        str(value.cls)
-        if isinstance(value, Opaque)
-        else str(value)
-        if isinstance(value, Global)
-        else type(value).__name__
-    )
+    named = value.cls if isinstance(value, Opaque) else value
+    return str(named) if isinstance(named, Global) else type(value).__name__
 
 
 # The natural forms of classes
@@ -456,10 +444,6 @@ def _partial(value: Opaque) -> Any:
     return {"class": "functools.partial", **{name: part for name, part in fields.items() if part}}
 
 
-def _pattern(value: Opaque) -> Any:
-    return dict(zip(("pattern", "flags"), value.args, strict=False))
-
-
 def _mapping(value: Opaque) -> Any:
     return dict(value.pairs)
 
@@ -485,7 +469,7 @@ _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     "decimal.Decimal": lambda value: str(value.args[0]) if value.args else "0",
     "torch.torch_version.TorchVersion": lambda value: str(value.args[0]) if value.args else "",
     "functools.partial": _partial,
-    "re._compile": _pattern,
+    "re._compile": lambda value: dict(zip(("pattern", "flags"), value.args, strict=False)),
     "builtins.slice": lambda value: {"class": "slice", "args": list(value.args)},
     "builtins.range": _range,
     "builtins.xrange": _range,

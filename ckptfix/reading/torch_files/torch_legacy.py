@@ -283,11 +283,9 @@ def read_damaged(content: Content, pickles: StoragePickle, error: UnreadableErro
     root = fold(runs, pickles.path)
     if not holds_tensors(root) and next(arrays_in(root), None) is None:
         return None
-    damage = (
-        Fact.of(Kind.PICKLE_CUT, end=error.position)
-        if isinstance(error, PickleEndError)
-        else Fact.of(Kind.PICKLE_DAMAGED, start=start)
-    )
+    damage = Fact.of(Kind.PICKLE_DAMAGED, start=start)
+    if isinstance(error, PickleEndError):
+        damage = Fact.of(Kind.PICKLE_CUT, end=error.position)
     document = _document(content, pickles, root, [damage])
     if key is not None:
         document.lost = {key: None}

@@ -44,11 +44,9 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
         names = {key: key if copies else bare(key) for key in keys}  # a wrapper is not a set
         copies = copies or copied_under(set(names.values()))
         averaged = frozenset() if copies else _averages(keys)
-        return (
-            {key: key for key in keys if key not in averaged and not names[key].startswith(copies or ("\0",))}
-            if (copies or averaged)
-            else {}
-        )
+        if not (copies or averaged):
+            return {}
+        return {key: key for key in keys if key not in averaged and not names[key].startswith(copies)}
     if mangled := _mangled(keys, name.rstrip(".")):
         return _in_place(keys, name.rstrip("."), mangled)
     prefix = f"{name.rstrip('.')}."
