@@ -346,6 +346,8 @@ def _what_is_wrong(content: Content, disk: int, member: ZipMember) -> str:
     packed, size, method = member.packed, member.size, member.method
     if b"\\" in member.raw:
         return "with backslashes in its name"
+    if member.odd_name is not None and not _is_utf8(member.odd_name):
+        return "with a name that is not UTF-8"
     if member.volume == _NO_NUMBER or member.volume not in (disk, 1):
         return f"on disk {member.volume}"
     if member.flags & _MASKED:
@@ -362,4 +364,14 @@ def _what_is_wrong(content: Content, disk: int, member: ZipMember) -> str:
         return f"packed by {METHODS.get(method, f'method {method}')}"
     if (method == STORED and packed != size) or (size and not packed):
         return f"of {packed} bytes that claim to be {size}"
-    return ""
+    # torch unpacks what the directory calls packed, whatever comes of it.
+    header = read_header(content, member.place) if method == DEFLATED and packed == size else None
+    return "packed by two different methods" if header is not None and header.method == STORED else ""
+
+
+def _is_utf8(name: bytes) -> bool:
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

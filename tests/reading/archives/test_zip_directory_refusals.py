@@ -132,14 +132,28 @@ def test_a_field_of_zip64_that_only_torch_looks_at(
     assert_rewritten(file, bytes(archive.data), said)
 
 
-def test_a_member_that_is_marked_as_a_folder_reads_as_anything(file: Path) -> None:
-    """torch gives memory that nobody wrote to, and no error."""
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [("attributes", 0x10, "that is marked as a folder"), ("method", 8, "packed by two different methods")],
+)
+def test_a_member_that_torch_reads_as_anything(file: Path, field: str, value: int, said: str) -> None:
+    """torch gives memory that nobody wrote to, or what it unpacks from bytes that are not packed, and no error."""
     archive = Zip(saved(WEIGHTS))
-    archive.put(archive.entries[NAME], CENTRAL["attributes"], 0x10)
+    archive.put(archive.entries[NAME], CENTRAL[field], value)
     file.write_bytes(archive.data)
+    assert not is_read(file)
     (finding,) = defects(file)
-    assert "the member archive/data/1 that is marked as a folder" in finding.message
+    assert f"the member archive/data/1 {said}" in finding.message
     assert_same(dict(ckptfix.open_checkpoint(file).state_dict()), WEIGHTS)
+    assert ckptfix.repair(file, output=file.with_name("out.pth")).report.exit_code == 0
+    assert_same(torch.load(file.with_name("out.pth")), WEIGHTS)
+
+
+def test_a_name_with_a_flipped_bit(file: Path) -> None:
+    """torch decodes the names of all members, and reads them by those in the directory."""
+    archive = Zip(saved(WEIGHTS))
+    archive.data[archive.entries["archive/byteorder"] + 46 + len("archive/")] ^= 0x80
+    assert_rewritten(file, bytes(archive.data), "with a name that is not UTF-8")
 
 
 @pytest.mark.parametrize(("method", "name"), [(zipfile.ZIP_BZIP2, "bzip2"), (zipfile.ZIP_LZMA, "LZMA")])
