@@ -13,8 +13,8 @@ quantised by a scheme that the model does not know.
 
 ## Fix safety
 Unsafe: a cast changes stored bytes. `--unsafe-fixes` casts to the target's dtype. There is no fix if a value would
-overflow (by its statistics), if a fraction or an imaginary part would be lost, or if the tensor is quantised or was
-rounded.
+overflow, or may with `--no-values`, if a fraction or an imaginary part would be lost, or if the tensor is quantised or
+was rounded.
 
 ## Example
     ckptfix repair half.pth --model my_models:net --unsafe-fixes
@@ -48,6 +48,7 @@ _SORTS = {
     "quantized": (Level.ERROR, "a load cannot copy from a quantised tensor", _AS_STORED),
     "lossy": (Level.WARNING, "a load drops part of each value", _AS_STORED),
     "rounded": (Level.WARNING, "integer parameters were rounded or are quantised", _FLOATS),
+    "unread": (Level.NOTE, "a load converts, and may overflow: the values were not read", _AS_STORED),
     "plain": (Level.NOTE, "a load converts", Remedy.of("casts them", unsafe_fixes=True)),
 }
 
@@ -97,9 +98,14 @@ def _sort(cast: Cast, context: Context, target: Target) -> str:
         return "rounded"
     if _rank(cast.before) > _rank(cast.dtype):
         return "lossy"
-    limit, before = (NARROWINGS[dtype].largest if dtype in NARROWINGS else inf for dtype in (cast.dtype, cast.before))
-    is_narrowed = limit < before and cast.key in context.statistics
-    return "overflow" if is_narrowed and context.statistics[cast.key].absmax > limit else "plain"
+    limit, before = map(_largest, (cast.dtype, cast.before))
+    if limit < before and (figures := context.statistics.get(cast.key)) is not None:
+        return "overflow" if figures.absmax > limit else "plain"
+    return "unread" if 2 * limit < before else "plain"  # the range of bfloat16 is nearly that of float32
+
+
+def _largest(dtype: str) -> float:
+    return NARROWINGS[dtype].largest if dtype in NARROWINGS else inf if _rank(dtype) else 2.0**64
 
 
 def _rank(dtype: str) -> int:

@@ -94,10 +94,22 @@ def test_overflow_is_found_in_the_values(dtype):
     assert finding.evidence["absmax"] == {"x": 70000.0}
 
 
-def test_without_values_nothing_is_read():
-    blind = replace(context(state(torch.float32, 70000.0), module(torch.float16)), statistics={})
+@pytest.mark.parametrize(
+    ("before", "after", "is_cast"),
+    [
+        pytest.param(torch.float32, torch.float16, False, id="may overflow"),
+        pytest.param(torch.float64, torch.float32, False, id="of doubles"),
+        pytest.param(torch.int64, torch.float16, False, id="of integers"),
+        pytest.param(torch.float32, torch.bfloat16, True, id="the same range"),
+        pytest.param(torch.float16, torch.float32, True, id="a wider range"),
+        pytest.param(torch.int64, torch.float32, True, id="integers that fit"),
+    ],
+)
+def test_without_values_nothing_is_read_and_nothing_cast_that_may_overflow(before, after, is_cast):
+    blind = replace(context(state(before), module(after)), statistics={})
     (finding,) = rule_of(dtype_mismatch).propose(blind)
     assert finding.level == Level.NOTE
+    assert (finding.fix is not None) is is_cast
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
