@@ -105,6 +105,8 @@ def test_some_tensors_have_no_values():
         pytest.param(["reshard-model_part-0.pt", "reshard-model_part-1.pt"], 1, id="metaseq"),
         pytest.param(["model_tp0_pp0.pt", "model_tp0_pp1.pt"], 1, id="internevo"),
         pytest.param(["model_tp0_pp0.pt"], 0, id="internevo-on-one"),
+        pytest.param(["model_tp0_pp0_dp0.pt", "model_tp0_pp0_dp1.pt"], 1, id="internevo-fsdp"),
+        pytest.param(["model_tp0_wp0_pp0.pt", "model_tp0_wp1_pp0.pt"], 1, id="internevo-isp"),
         pytest.param(
             [f"model_weight_pp-rank-0-of-1_tp-rank-{rank}-of-2.safetensors" for rank in (0, 1)], 1, id="nanotron"
         ),

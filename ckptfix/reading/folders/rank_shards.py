@@ -30,12 +30,13 @@ NANOTRON = "nanotron"
 _PLAIN_PARTS = (
     (r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors", "vLLM", ""),
     (r"rank(\d{1,5})\.safetensors", "TensorRT-LLM", '"tp_size"'),
-    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\.safetensors", NANOTRON, ""),
+    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\S*\.safetensors", NANOTRON, ""),
     (r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt", "metaseq", ""),
-    (r"model_[tw]p(\d{1,5}_pp\d{1,5})\.pt", "InternEvo", ""),
+    (r"model_[tw]p(\d{1,5}(?:_wp\d{1,5})?_pp\d{1,5}(?:_dp\d{1,5})?)\.pt", "InternEvo", ""),
 )
 _PART = "holds one rank's part of weights that {} split, under the names of the full weights"
 FLAT = ("_flat_param", "flat_param")
+_OLMO = "flat_param.data"
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 _SHARDED = ("ShardedTensor", "DTensor")
 _MOST_RANKS = 1 << 20
@@ -72,6 +73,9 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     ranks = _tensor_parallel(root)
     if ranks > 1:
         return RankShard(f"holds the weights of one of {ranks} ranks that share the model (Megatron)", RANKS_REMEDY)
+    if _OLMO in entries:
+        what = "holds flattened parameters of FSDP of one rank, as OLMo saves them (`sharded_checkpointer: local`)"
+        return RankShard(what, "merge the folder with scripts/unshard.py of OLMo", (_OLMO,))
     flat = tuple(key for key in entries if key.endswith(FLAT) and key.rpartition(".")[2] in FLAT)
     if flat:
         what = f"holds flattened parameters of FSDP, {counted(len(flat), 'tensor')} of one rank"
@@ -107,7 +111,7 @@ def named_part(path: Path) -> RankShard | None:
     for pattern, maker, says in _PLAIN_PARTS:
         if re.fullmatch(pattern, path.name) and path.is_file():
             numbers = {found[1] for other in path.parent.iterdir() if (found := re.fullmatch(pattern, other.name))}
-            if says in small_text(path.with_name("config.json")) and any(number.strip("0_p") for number in numbers):
+            if says in small_text(path.with_name("config.json")) and any(number.strip("0_wpd") for number in numbers):
                 remedy = f"load it with {maker} on as many GPUs, or name the weights that it was made from"
                 if maker == NANOTRON:
                     remedy = "name the folder of the save, which has checkpoint_metadata.json"

@@ -97,6 +97,14 @@ def test_what_stands_for_itself(root: Any, entries: dict[str, Any]) -> None:
             id="fsdp-local",
         ),
         pytest.param(
+            {"modules": [{"handles": [{"flat_param.data": VECTOR}]}]},
+            {"flat_param.data": VECTOR},
+            "flattened parameters of FSDP of one rank, as OLMo saves them",
+            "scripts/unshard.py",
+            ["flat_param.data"],
+            id="olmo-local",
+        ),
+        pytest.param(
             {"model": {"a.weight": sharded(), "b.weight": sharded()}},
             {},
             "one rank's part of 2 sharded tensors",

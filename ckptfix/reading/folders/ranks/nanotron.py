@@ -31,6 +31,8 @@ NAME = NANOTRON
 
 _LATEST = "latest.txt"
 _NUMBER = re.compile(r"(\d+)")
+_SIZE = re.compile(r"(?:np\.int\d+\()?(\d+)")
+_OF_TENSORS, _OF_EXPERTS = re.compile(r"(?<=tp-rank-)\d+"), re.compile(r"tp-rank-\d+-of-\d+_exp-rank-\d+-of-\d+")
 _SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
 
 
@@ -57,13 +59,14 @@ def document(files: RankFiles) -> Document:
     for path in sorted(paths, key=lambda path: [_natural(part) for part in path.parts]):
         if (match := NANOTRON_PART.fullmatch(path.name)) is not None:
             name = ".".join((*path.relative_to(files.folder / NANOTRON_MODEL).parts[:-1], match["leaf"]))
-            add_rank(found.setdefault(name, {}), int(match["rank"] or 0), path)
-            counts[name] = int(match["ranks"] or 1)
+            ranks = int(match["ranks"] or 1)
+            add_rank(found.setdefault(name, {}), int(match["group"] or 0) * ranks + int(match["rank"] or 0), path)
+            counts[name] = ranks * int(match["groups"] or 1)
     lacking = {name: counts[name] - len(held) for name, held in found.items() if len(held) < counts[name]}
     if lacking:
         name = max(lacking, key=lambda name: lacking[name])
         path = next(iter(found[name].values()))
-        files.note_missing(counts[name], found[name], re.sub(r"tp-rank-\d+", "tp-rank-{}", path.name))
+        files.note_missing(counts[name], found[name], _OF_TENSORS.sub("{}", _OF_EXPERTS.sub("part-{}", path.name)))
     wholes = {name: _whole(files, name, held, name in lacking) for name, held in found.items()}
     weights = OrderedDict((name, spec) for name, spec in wholes.items() if spec is not None)
     if not weights:
@@ -86,7 +89,7 @@ def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -
         notes = {fact.place: fact.data["text"] for fact in opened.remarks if fact.kind is Kind.NOTE}
         if _SLICES not in notes and len(held) == 1 and not lacks:
             return _tensor(part)
-        shape = tuple(int(size) for size in notes[_SHAPE].strip("()").split(",") if size.strip())
+        shape = tuple(map(int, _SIZE.findall(notes[_SHAPE])))
         for pair in notes[_SLICES].split(";"):
             own, of_whole = pair.split("#")
             spec = _tensor(part)

@@ -84,6 +84,29 @@ def test_the_parts_are_the_model(tmp_path: Path, ranks: int, given: str) -> None
     assert [fact.place for fact in checkpoint.remarks if fact.kind is Kind.RANK_LEFT_OUT] == ["optimizer"]
 
 
+@pytest.mark.parametrize("lost", [None, 2])
+def test_experts_are_divided_among_groups_too(tmp_path: Path, lost: int | None) -> None:
+    """Newer releases name the group of experts after the tensor-parallel rank, and write sizes of numpy."""
+    write(tmp_path, 2)
+    name, whole = f"{LAYER.format(2)}.mlp.experts.merged_gate_up_proj", torch.randn(4, 6)
+    *modules, leaf = name.split(".")
+    place = (tmp_path / "10" / "model").joinpath(*modules)
+    place.mkdir(parents=True)
+    for part in range(4):
+        group, rank = divmod(part, 2)
+        rows, columns = slice(2 * group, 2 * group + 2), slice(3 * rank, 3 * rank + 3)
+        said = f"None,None,None|None,None,None#{2 * group},{2 * group + 2},None|{3 * rank},{3 * rank + 3},None"
+        file = place / f"model_{leaf}_pp-rank-0-of-2_tp-rank-{rank}-of-2_exp-rank-{group}-of-2.safetensors"
+        notes = {"version": "1.4", SLICES: said, "unsharded_shape": "(np.int64(4), 6)"}
+        if part != lost:
+            save_file({"data": whole[rows, columns].contiguous()}, file, metadata=notes)
+    if lost is not None:
+        with pytest.raises(UnreadableError, match=r"merged_gate_up_proj_pp-rank-0-of-2_part-2\.safetensors"):
+            ckptfix.open_checkpoint(tmp_path)
+        return
+    assert torch.equal(ckptfix.open_checkpoint(tmp_path).state_dict()[name], whole)
+
+
 def test_the_latest_of_several_saves(tmp_path: Path) -> None:
     write(tmp_path, 2, "5")
     whole = write(tmp_path, 2)
