@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# Bytes of a request: the first takes little more time than one of a byte; sequential reads double the size each time.
+# Bytes of the smallest and largest request. The smallest takes hardly longer than one for a single byte; sequential
+# reads double the size each time.
 LEAST, MOST = 1 << 16, 8 << 20
 KEPT = 8  # answers cached in memory besides the first: two for each thread that reads
 TIMEOUT = 60.0  # seconds without a byte after which a request has failed

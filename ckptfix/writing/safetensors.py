@@ -25,8 +25,8 @@ from ckptfix.writing.plain import plain_root
 
 _TEXT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
-# Tensors may repeat stored bytes (zero strides, overlapping views) this many times if they take more than this many
-# bytes in all: otherwise 40 kB of views could become gigabytes.
+# Tensors of more than `REPEATED_LIMIT` bytes in all may repeat stored bytes (zero strides, overlapping views) at most
+# `REPEATED` times: otherwise, 40 kB of views could become gigabytes.
 REPEATED_LIMIT, REPEATED = 1 << 28, 64
 
 

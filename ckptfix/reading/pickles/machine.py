@@ -102,7 +102,7 @@ class PickleMachine(PickleStream):
 
     ``globals`` are all globals that the pickle names, called or not; ``called`` are those whose results it calls again
     (``functools.partial()``); ``unsupported`` are the opcodes that ``weights_only=True`` refuses; ``at`` is the offset
-    of the opcode that failed; ``is_torn`` is whether a frame ends inside an opcode or before the pickle does;
+    of the opcode that failed; ``is_torn`` is whether a frame ends inside an opcode, in another frame or after the STOP;
     ``is_unicode`` is whether all strings of Python 2 are UTF-8, as torch.load assumes. Raises ``UnreadableError`` if
     the stream is not a pickle or ends early, ``HostileError`` if it is built to exhaust memory or time."""
 
