@@ -57,7 +57,7 @@ class Copied(NamedTuple):
 
 
 class Copier:
-    """Appends storages and the bytes between them to a file. A context manager; at its end, everything is written.
+    """A writer of storages and the bytes between them to a file, as a context; at its end, everything is written.
 
     Copied ranges are read back with their window, and listed in ``copied`` if they are equal. ``verifier`` receives the
     bytes of storages that are to be verified."""

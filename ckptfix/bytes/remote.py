@@ -165,7 +165,7 @@ def files_beside(url: str) -> list[str] | None:
 
 
 class _Redirects(HTTPRedirectHandler):
-    """Follows redirects, and sends the token to the same server only (for a renamed repository)."""
+    """A handler of redirects that sends the token to the same server only (for a renamed repository)."""
 
     def redirect_request(self, old: Request, *answer: Any) -> Request | None:
         new = super().redirect_request(old, *answer)

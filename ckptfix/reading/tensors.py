@@ -115,7 +115,7 @@ def _quantizer(tensor: torch.Tensor, storages: dict[int, Storage]) -> Quantizer:
 
 
 class Builder:
-    """Builds tensors; those that share bytes in the file share memory too.
+    """A builder of tensors; those that share bytes in the file share memory too.
 
     With an ``alarm``, the checksum of every storage is verified, and the alarm is called with a damaged one. The
     storages in ``mapped`` are mapped instead of read, if they are in a file and aligned as torch needs."""

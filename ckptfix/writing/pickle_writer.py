@@ -34,8 +34,8 @@ class StorageRef(NamedTuple):
 
 
 class PickleWriter:
-    """Writes object trees. ``place`` returns the storage of a strided tensor in the new file, and its offset there in
-    elements.
+    """A writer of object trees. ``place`` returns the storage of a strided tensor in the new file, and its offset there
+    in elements.
 
     Raises ``WriteError`` for data that ``weights_only`` would refuse."""
 

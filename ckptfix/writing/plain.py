@@ -101,7 +101,7 @@ def _is_odd_key(key: Any) -> bool:
 
 
 class _Plainer:
-    """Converts a container to plain data; an object that occurs in two places stays one object."""
+    """A conversion of a container to plain data; an object that occurs in two places stays one object."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint

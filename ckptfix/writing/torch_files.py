@@ -113,7 +113,7 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
 
 
 class _LegacyPickleWriter(PickleWriter):
-    """Writes persistent ids of six parts; the last one, a view of the storage, is always None since torch 0.4."""
+    """A writer of persistent ids with six parts; the last one, a view of the storage, is None since torch 0.4."""
 
     _END_OF_ID = b"NtQ"
 
@@ -141,7 +141,7 @@ class _WrittenMember(NamedTuple):
 
 
 class ZipWriter:
-    """Appends members to a seekable file; ``close`` writes the directory."""
+    """A writer of members to a seekable file; ``close`` writes the directory."""
 
     def __init__(self, file: BinaryIO | Copier) -> None:
         self._file = file

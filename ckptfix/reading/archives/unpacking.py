@@ -32,7 +32,7 @@ DISK_RESERVE = 1 << 30  # bytes of the temporary folder's disk that are left fre
 
 
 class Expansion:
-    """Collects the unpacked bytes of a file. ``path`` is its name in messages."""
+    """The unpacked bytes of a file. ``path`` is its name in messages."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -182,7 +182,7 @@ class ZipIndex(Struct):
 
 
 class _HeaderComparison:
-    """Compares a directory with the local headers of its members.
+    """The comparison of a directory with the local headers of its members.
 
     If they differ, a member is searched by its name and checksum among all headers of the archive. If it is not found
     but has a checksum, it stays where the directory says, and is verified when it is read."""

@@ -204,7 +204,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
 
 
 class _FolderReading:
-    """Reads one folder, and collects its items, damage and remarks."""
+    """A reader of one folder, with its items, damage and remarks."""
 
     def __init__(self, folder: Path, salvage: bool) -> None:
         self.folder, self.salvage = folder, salvage

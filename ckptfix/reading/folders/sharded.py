@@ -151,7 +151,7 @@ def read_siblings(file: Path) -> Document | None:
 
 
 class _ShardMerge:
-    """Merges shards, and collects what does not agree. ``listed`` is the index, or the numbering of the shards."""
+    """A merge of shards, with their disagreements. ``listed`` is the index, or the numbering of the shards."""
 
     def __init__(self, path: str, folder: Folder, listed: ShardIndex | Numbering) -> None:
         self.path, self.folder, self.listed = path, folder, listed

@@ -119,8 +119,8 @@ def _per_channel(values: Any, dtype: str) -> Any:
 
 
 class InertTable(Struct):
-    """Returns inert values for the calls of a pickle, and records what it meets. ``nested`` reads a whole file inside
-    the pickle (``_load_from_bytes``) from its bytes.
+    """The table of inert values for the calls of one pickle, and what it met. ``nested`` reads a whole file inside the
+    pickle (``_load_from_bytes``) from its bytes.
 
     ``foreign`` are tensor subclasses, objects in place of hooks, and ``requires_grad`` of fp8 tensors, which torch does
     not load; ``attributes`` are the names of attributes set on tensors; ``derived`` are names that the pickle builds

@@ -98,7 +98,7 @@ class Memo:
 
 
 class PickleMachine(PickleStream):
-    """Runs one pickle of ``data`` from ``position`` on; afterwards ``position`` is after its STOP.
+    """An interpreter of the pickle at ``position`` of ``data``. After ``load``, ``position`` is after its STOP.
 
     ``globals`` are all globals that the pickle names, called or not; ``called`` are those whose results it calls again
     (``functools.partial()``); ``unsupported`` are the opcodes that ``weights_only=True`` refuses; ``at`` is the offset

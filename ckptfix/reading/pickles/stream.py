@@ -35,7 +35,7 @@ class NoOpcodeError(BrokenPickleError):
 
 
 class PickleStream:
-    """Reads ``data`` from ``position`` on. Raises ``PickleEndError`` if it ends early.
+    """A reader of ``data`` from ``position`` on. Raises ``PickleEndError`` if it ends early.
 
     ``window`` are the bytes in memory (all, or a part of a file), and ``place`` is the index of the next one."""
 

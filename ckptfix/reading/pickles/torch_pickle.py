@@ -58,7 +58,7 @@ _SCRIPTED = "torch.jit._script.unpackage_script_module"
 
 
 class StoragePickle:
-    """Runs the pickles of one file.
+    """A reader of the pickles of one file.
 
     ``find_storage(key, nbytes, device)`` returns the storage of a persistent id, and is called once for each key.
     ``read_nested`` reads torch.save files inside the pickle; without it they are refused. ``names`` collects all

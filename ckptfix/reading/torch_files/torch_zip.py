@@ -89,7 +89,7 @@ def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> b
 
 
 class Reading(Struct, dict=True):
-    """Reads the members of an archive, and collects the damage. Incomplete storages are torn."""
+    """A reader of the members of an archive, with their damage. Incomplete storages are torn."""
 
     archive: TorchArchive
     faults: list[Fact] = field(default_factory=list)

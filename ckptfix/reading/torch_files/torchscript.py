@@ -161,7 +161,7 @@ def _classes(reading: Reading, folder: str = "code/") -> dict[str, ScriptClass]:
 
 
 class _Modules(Struct):
-    """Converts the modules of an archive to the form that Python pickles, which ``weights.modules`` reads."""
+    """The modules of an archive in the form that Python pickles, which ``weights.modules`` reads."""
 
     path: str
     classes: Mapping[str, ScriptClass]

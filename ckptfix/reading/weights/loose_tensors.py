@@ -70,7 +70,7 @@ def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any])
 
 
 class _ModuleWalk:
-    """Collects the tensors of attributes in a tree of modules, each object at its first place only."""
+    """A walk over a tree of modules for the tensors in attributes, each object at its first place only."""
 
     def __init__(self) -> None:
         self.seen: set[int] = set()

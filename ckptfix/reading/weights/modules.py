@@ -74,7 +74,7 @@ def module_parts(value: Any) -> Mapping[str, Any] | None:
 
 
 class _Gatherer(Struct):
-    """Collects the state_dict of a tree of modules."""
+    """A walk over a tree of modules for its state_dict."""
 
     path: str
     entries: OrderedDict[str, Any] = field(default_factory=OrderedDict)

@@ -151,7 +151,7 @@ def are_varied(specs: Sequence[TensorSpec]) -> bool:
 
 
 class RankFiles:
-    """Reads the files of a folder, and collects damage and remarks."""
+    """A reader of the files of a folder, with their damage and remarks."""
 
     def __init__(self, folder: Path, salvage: bool, named: Path | None = None) -> None:
         self.folder, self.salvage = folder, salvage

@@ -262,7 +262,7 @@ class _Collected(Struct):
 
 
 class _RankMerge:
-    """Merges files of ranks: collects the tensors rank by rank, by their path in the container."""
+    """A merge of files, which collects the tensors rank by rank, by their path in the container."""
 
     def __init__(self, files: RankFiles, ranks: RankSet) -> None:
         self.files, self.ranks, self.path = files, ranks, str(files.folder)

@@ -128,7 +128,7 @@ def _nemo_sizes(folder: Path) -> dict[str, int]:
 
 
 class _Joined:
-    """Merges the ranks of an iteration."""
+    """A merge of the ranks of an iteration."""
 
     def __init__(self, files: RankFiles) -> None:
         self.files, self.path = files, str(files.folder)

@@ -33,7 +33,7 @@ _SUMMED = re.compile(r"(?:^|\.)(?:attention\.dense|mlp\.dense_4h_to_h)\.bias$")
 
 
 class Neox:
-    """Merges ranks of GPT-NeoX in a folder, and records which tensors were computed."""
+    """A merge of ranks of GPT-NeoX, which records the computed tensors."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -143,7 +143,7 @@ def _stretch(shape: tuple[int, ...], axis: int, start: int, length: int) -> Box:
 
 
 class Joining(Struct):
-    """Joins the state_dicts of ranks, and collects the keys whose copies differ."""
+    """A join of state_dicts of ranks, with the keys whose copies differ."""
 
     path: str
     differing: dict[str, None] = field(default_factory=dict)

@@ -335,7 +335,7 @@ def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_FlatRun]
 
 
 class Merging:
-    """Merges the optimizer states of ranks that share their parameters."""
+    """A merge of the optimizer states of ranks that share their parameters."""
 
     def __init__(self, files: RankFiles, model_rank: int) -> None:
         self.files, self.path = files, str(files.folder)
