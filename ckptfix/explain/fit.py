@@ -208,7 +208,8 @@ def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterato
             " to be multiplied by their scales.",
             codes,
         )
-        unexpected = tuple(key for key in unexpected if key not in codes)
+        others = {*unexpected} - {*codes}
+        unexpected = tuple(key for key in unexpected if key in others)
     elif missing and unexpected and len(missing) > 3 and len(unexpected) > 3:
         yield (
             "The other names do not match: the file is for another model or another implementation of it, or the"
@@ -403,7 +404,7 @@ def _by_reason(
     """Return the mismatched keys with their shapes, grouped by the reason that the shapes show."""
     groups: dict[str, dict[str, tuple[Shape, Shape]]] = {}
     others: dict[str, tuple[Shape, Shape]] = {}
-    codes = keys_of_codes(shapes)
+    codes = {*keys_of_codes(shapes)}
     for key, (stored, wanted) in shapes.items():
         if 0 in stored:
             reason = _EMPTY
