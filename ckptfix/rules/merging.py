@@ -466,6 +466,10 @@ def _check_norms(adapter: Adapter, layer: AdapterLayer, outputs: int, spec: Tens
         return
     # LyCORIS' norms may be [1, inputs, 1, 1] (wd_on_out); peft's are [1, outputs, 1, 1].
     is_lycoris = layer.keys["magnitude"].endswith("dora_scale")
+    if is_lycoris:
+        _refuse_weight(
+            adapter, f"has {layer.keys['magnitude']}, and LyCORIS, ComfyUI and diffusers weigh that differently"
+        )
     by_outputs = norms.numel == outputs and (norms.shape[0] == outputs or not is_lycoris)
     by_inputs = is_lycoris and norms.shape[:1] == (1,) and (norms.numel,) == spec.shape[1:2]
     if not by_outputs and not by_inputs:

@@ -609,6 +609,8 @@ def test_dora_by_inputs(kernel, most, tmp_path, monkeypatch):
     whole = base + (up.flatten(1) @ down.flatten(1)).view_as(base)
     columns = whole.transpose(0, 1).flatten(1).norm(dim=1).view(1, 6, *ones)
     torch.testing.assert_close(got["q.weight"], whole * norms / columns)
+    with pytest.raises(AdapterError, match=r"weigh that differently; omit =0\.5"):
+        ckptfix.repair_state_dict({"q.weight": base}, adapter=f"{tmp_path}/x.safetensors=0.5")
 
 
 _TWO = {"hada_w1_a": (40, 2), "hada_w1_b": (2, 54), "hada_w2_a": (40, 2), "hada_w2_b": (2, 54)}
