@@ -3,7 +3,8 @@
 ## What it finds
 Tensors of a zip file whose storage fails its CRC-32: bits flipped on disk, in memory or in transfer. A checksum of zero
 means that none was computed (`torch.serialization.set_crc32_options(False)`), so the storage cannot be checked. Other
-parts of the file, such as an optimizer, are a separate finding.
+parts of the file, such as an optimizer, are a separate finding, and so are other files of an archive, as stable-
+baselines3 writes it.
 
 ## Why it matters
 torch.load does not verify the checksum: the file loads with wrong values. One flipped exponent bit makes a weight 2¹²⁸
@@ -26,12 +27,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.bytes.checksums import soundness, storages_of
+from ckptfix.bytes.files import is_url
+from ckptfix.bytes.sources import Content
 from ckptfix.core.edits import Drop, Edit
-from ckptfix.core.finding import FILE, Blocks, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import FILE, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.wording import first_names
 from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.rules.fil203_damaged_file import donor_fill
 from ckptfix.rules.rule import Context, Rule
 
+_NAMED = 3  # damaged files that are listed
 REMEDIES = (
     Remedy.of("fetch the file again"),
     Remedy.of("leaves these tensors out", salvage=True),
@@ -44,6 +49,7 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     keys_of = list(storages_of(context.checkpoint))
     context.statistics.values()  # the scan verifies most checksums while it reads
     yield from _beside(rule, context)
+    yield from _in_archive(rule, context)
     are_sound = soundness([storage for storage, _ in keys_of])
     if all(are_sound):
         return
@@ -75,6 +81,22 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     )
     if drop is not None and context.target is None:
         yield rule.finding(Level.NOTE, f"{counted(len(left), 'damaged tensor')} left out", keys=left, fix=drop)
+
+
+def _in_archive(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report other damaged files of the archive that the checkpoint is in, which are read with it: those that
+    stable-baselines3 puts beside its policy."""
+    checkpoint = context.checkpoint
+    if not checkpoint.member or not context.settings.values or is_url(checkpoint.path):
+        return
+    from ckptfix.reading.archives.wrapped import damaged_beside  # imported late: few files need it
+
+    if bad := damaged_beside(Content.of_file(checkpoint.path), checkpoint.member):
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(bad), 'other file')} of the archive with wrong bytes: {first_names(bad, _NAMED)}",
+            remedies=advise("fetch the archive again"),
+        )
 
 
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:

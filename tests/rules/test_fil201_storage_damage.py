@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,21 @@ def test_a_part_beside_the_weights(tmp_path: Path, place: str) -> None:
     assert any("drop_optimizer" in dict(each.options) for each in finding.remedies) == (place != "D")
     left = ckptfix.repair(file, weights="model", drop_optimizer=True).report.left
     assert any(each.code == "FIL201" for each in left) == (place == "D")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
+def test_another_file_of_an_archive(tmp_path: Path, method: int) -> None:
+    """stable-baselines3 keeps its optimizer and settings beside the policy, and loads all of them."""
+    whole, state_dict = _saved(tmp_path)
+    with zipfile.ZipFile(tmp_path / "agent.zip", "w", method) as archive:
+        archive.write(whole, "policy.pth")
+        archive.writestr("data", json.dumps({"seed": [*range(200)]}))
+        place = archive.getinfo("data").header_offset
+    assert _codes(ckptfix.check(tmp_path / "agent.zip", select=["FIL2"])) == []
+    data = bytearray((tmp_path / "agent.zip").read_bytes())
+    data[place + 60] ^= 0x10
+    (tmp_path / "agent.zip").write_bytes(data)
+    (finding,) = ckptfix.check(tmp_path / "agent.zip", select=["FIL2"]).findings
+    assert (finding.code, finding.message) == ("FIL201", "1 other file of the archive with wrong bytes: data")
+    assert ckptfix.check(tmp_path / "agent.zip", values=False, select=["FIL2"]).findings == ()
+    assert_same(dict(ckptfix.open_checkpoint(tmp_path / "agent.zip").state_dict()), state_dict)

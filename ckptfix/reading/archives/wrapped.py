@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 from ckptfix.bytes.decoders import BZIP2, FAULTS, LZMA, STORED, why_closed, zip_decoder
@@ -215,6 +216,24 @@ def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
         if index.found is not None and info.name in index.found.open_at:
             break  # any further headers are inside this member
     return found, damage
+
+
+def damaged_beside(content: Content, chosen: str) -> list[str]:
+    """Return the files of a zip archive, except for the chosen one, whose bytes are not those that were packed.
+
+    Unpacks as many bytes as the archive has times ``OVERLAP_LIMIT``, and leaves the other files alone."""
+    members = _zip_members(content)[0] if is_zip_of_files(content) else []
+    left = OVERLAP_LIMIT * len(content)
+    found: list[str] = []
+    for member in members:
+        damage: list[Fact] = []
+        with suppress(UnreadableError):  # packed or encrypted in a way that cannot be read
+            for block, _ in member.blocks(damage) if member.name != chosen else ():
+                left -= len(block)
+                if left < 0:
+                    return found
+            found += [member.name] * bool(damage)
+    return found
 
 
 def _stream(content: Content, index: ZipIndex, info: ZipMember) -> Stream | Fact:
