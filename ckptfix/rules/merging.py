@@ -99,11 +99,12 @@ def find_merge(
 
 
 def _refuse_overlap(adapter: Adapter, key: str, delta: Delta, merge: Merge) -> None:
-    """Raise ``AdapterError`` if two adapters have new values for the same row."""
+    """Raise ``AdapterError`` if new values would take the place of what another adapter changed."""
     for other in merge.deltas[key]:
-        if other.adapter != adapter.path and (common := {*other.rows} & {*delta.rows}):
-            words = f"has a new row for token {min(common)} of {key}, and so has {other.adapter}"
-            raise adapter.refused(words, "merge one of the two")
+        common = {*other.rows} & {*delta.rows}
+        if other.adapter != adapter.path and (common or delta.form == "whole"):
+            what = f"a new row for token {min(common)} of {key}" if common else f"{key} whole"
+            raise adapter.refused(f"has {what}, which {other.adapter} changes too", "merge one of the two")
 
 
 def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:

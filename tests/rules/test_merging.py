@@ -916,8 +916,22 @@ def test_new_rows_take_no_weight_and_are_given_once(tmp_path):
     )
     with pytest.raises(AdapterError, match=r"has rows of embed\.weight whole, so no weight applies; omit =0\.5"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=f"{one}=0.5")
-    with pytest.raises(AdapterError, match=r"has a new row for token 7 of embed\.weight, and so has"):
+    with pytest.raises(
+        AdapterError, match=r"has a new row for token 7 of embed\.weight, which .* changes too; merge one"
+    ):
         ckptfix.repair_state_dict(net().state_dict(), adapter=[one, two])
+
+
+def test_a_module_that_two_adapters_change_is_not_taken_whole_from_one(tmp_path):
+    whole = trained(LORA(r=2, target_modules=["q"], modules_to_save=["head"]), tmp_path / "whole")
+    again = trained(LORA(r=4, target_modules=["q"], modules_to_save=["head"]), tmp_path / "again")
+    product = trained(LORA(r=4, target_modules=["q", "head"]), tmp_path / "product")
+    for pair in ([whole, again], [product, whole]):
+        with pytest.raises(AdapterError, match=r"has head\.(weight|bias) whole, which .* changes too; merge one"):
+            ckptfix.repair_state_dict(net().state_dict(), adapter=pair)
+    merged, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=whole)
+    both, _ = ckptfix.repair_state_dict(merged, adapter=product)
+    assert_same(ckptfix.repair_state_dict(net().state_dict(), adapter=[whole, product])[0], both)
 
 
 @pytest.mark.parametrize("more", [{"trainable_token_indices": {"embed_tokens": [0, 5]}}, {"r": 2}])
