@@ -26,16 +26,20 @@ from ckptfix.writing.plain import plain_root
 class Placement:
     """The storages of a new file, one for each region that the tensors of a tree cover, in the order of the tensors.
 
-    The key of a storage is the index of its region in ``regions``."""
+    The key of a storage is the index of its region in ``regions``. torch reads a storage with one dtype only, so views
+    of the same bytes with different dtypes get separate ones."""
 
     def __init__(self, root: Any, devices: tuple[str, ...]) -> None:
         specs = list(tensors_in(root))
-        self._regions = Regions(specs)
+        of_class: dict[str | None, list[TensorSpec]] = {}
+        for spec in specs:
+            of_class.setdefault(DTYPES[spec.dtype].storage, []).append(spec)
+        self._regions = {name: Regions(views) for name, views in of_class.items()}
         self._refs: dict[int, StorageRef] = {}
         self.regions: list[Region] = []
         self.itemsizes: list[int] = []
         for spec in specs:
-            region, _ = self._regions.of(spec)
+            region, _ = self._place(spec)
             if id(region) not in self._refs:
                 device = region.storage.device if region.storage.device in devices else "cpu"
                 self._refs[id(region)] = StorageRef(str(len(self.regions)), region.nbytes, device)
@@ -44,8 +48,11 @@ class Placement:
 
     def __call__(self, spec: TensorSpec) -> tuple[StorageRef, int]:
         """Return the storage of a strided tensor in the new file, and its offset there in elements."""
-        region, offset = self._regions.of(spec)
+        region, offset = self._place(spec)
         return self._refs[id(region)], offset
+
+    def _place(self, spec: TensorSpec) -> tuple[Region, int]:
+        return self._regions[DTYPES[spec.dtype].storage].of(spec)
 
 
 def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
