@@ -120,15 +120,16 @@ def _idle(context: Context, adapter: Adapter, *, has_base: bool) -> tuple[str, .
     found: list[str] = []
     for layer in adapter.layers:
         known = {role: figures[key] for role, key in layer.keys.items() if key in figures}
-        zero = [role for role, each in known.items() if each.all_zero]
+        zero = [role for role, each in known.items() if each.all_zero and role not in _REPLACING]
         ones = [role for role, each in known.items() if role == "scale" and each.minimum == each.maximum == 1]
-        if not (zero or ones) or not {*layer.keys} & {*_ADDED} <= {*zero}:
+        if not (zero or ones) or not {*layer.keys} & {*_ADDED, *_REPLACING} <= {*zero}:
             return ()
         found += [layer.keys[role] for role in (*zero, *ones)]
     return tuple(found)
 
 
-_ADDED = ("bias", "diff", "diff_b", "tokens")  # roles that change a tensor by themselves, not in a product
+_ADDED = ("bias", "diff", "diff_b")  # roles that change a tensor by themselves, not in a product
+_REPLACING = ("tokens", "norm", "norm_bias")  # roles whose zeros, too, change a tensor
 
 
 def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:

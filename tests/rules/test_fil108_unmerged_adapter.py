@@ -366,6 +366,13 @@ def test_an_adapter_that_changes_nothing_yet(name, tmp_path):
     assert not any("changes nothing" in found.message for found in ckptfix.check(file, select="FIL108").findings)
 
 
+@pytest.mark.parametrize("key", ["embed.trainable_tokens_delta", "norm.ln_tuning_layers.weight"])
+def test_zeros_that_replace_values_change_something(key, tmp_path):
+    save_file({f"base_model.model.{key}": torch.zeros(2, 8)}, tmp_path / "adapter_model.safetensors")
+    findings = ckptfix.check(tmp_path / "adapter_model.safetensors", select="FIL108").findings
+    assert not any("changes nothing" in found.message for found in findings)
+
+
 @pytest.mark.parametrize("names", [("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight")])
 def test_a_fresh_adapter_is_a_note_and_one_that_was_trained_is_not(names):
     def found(b, **root):
