@@ -216,7 +216,7 @@ class Kind(Enum):
     INDEX_BOM = ("index-bom", "has an index that begins with a byte order mark, which json.loads refuses")
     INDEX_STALE = ("index-stale", "has a stale index: {names:names} are missing, but {place} is complete")
     INDEX_PROMISES = ("index-promises", "has an index that lists {keys:names}, which no shard has")
-    INDEX_MOVED = ("index-moved", "has a stale index: {keys:names} are in another shard")
+    INDEX_MOVED = ("index-moved", "has a stale index that lists another shard for {keys:names}")
     INDEX_UNLISTED = ("index-unlisted", "has a stale index: it does not list {keys:names}")
     KEYS_DIFFER = ("keys-differ", "has {keys:names} in two shards with different values")
     CHUNKS_LACKING = ("chunks-lacking", "is not complete: {error}")

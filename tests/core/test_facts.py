@@ -44,7 +44,7 @@ def test_a_shard_says_what_is_wrong_with_its_file() -> None:
         (Fact.of(Kind.RANKS_MISSING, ranks=2, first=3), "lacks the shards of 2 ranks, the first shard-00003"),
         (
             Fact.of(Kind.INDEX_MOVED, keys=tuple("abcde")),
-            "has a stale index: a, b, c, d and 1 more are in another shard",
+            "has a stale index that lists another shard for a, b, c, d and 1 more",
         ),
         (Fact.of(Kind.ZIP_DISPLACED, nbytes=-3), "lacks 3 bytes before its zip directory"),
         (Fact.of(Kind.MEMBER_CUT, there=3, size=0), "is cut short: the zip archive has 3 bytes of an unknown size"),

@@ -417,6 +417,13 @@ def test_what_a_module_keeps_beside_its_state_dict_is_listed(tmp_path):
     ]
 
 
+def test_hyper_parameters_of_lightning_that_are_no_objects_any_more(tmp_path):
+    for hyper, is_told in (({"loss": Detector()}, True), ({"lr": 0.1, "steps": [1, 2]}, False)):
+        path = saved(tmp_path, {"state_dict": nn.Linear(2, 2).state_dict(), "hyper_parameters": hyper})
+        report = ckptfix.repair(path, output=tmp_path / "out.pth", only_changes=False, force=True).report
+        assert ("load_from_checkpoint may need these objects" in str(report)) is is_told
+
+
 def test_a_module_of_torch_keeps_nothing_that_is_missed(tmp_path):
     path = saved(tmp_path, torch.nn.Sequential(torch.nn.Linear(2, 2)))
     assert [finding.level for finding in ckptfix.check(path, select=("FIL102",)).findings] == [Level.WARNING]

@@ -172,7 +172,7 @@ def test_a_key_in_another_shard_than_the_index_says_is_read(tmp_path: Path) -> N
     assert_same(ckptfix.open_checkpoint(tmp_path).state_dict(), STATE)
     result = ckptfix.repair(tmp_path, output=tmp_path.with_name("out.safetensors"))
     assert [finding.code for finding in result.report.fixed] == ["FIL203"]
-    assert "head.steps are in another shard" in result.report.fixed[0].message
+    assert "lists another shard for head.steps" in result.report.fixed[0].message
 
 
 def test_a_key_in_two_shards_with_the_same_bytes_is_a_tie(tmp_path: Path) -> None:
