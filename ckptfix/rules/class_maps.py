@@ -99,7 +99,7 @@ def is_of_boxes(key: str) -> bool | None:
 
 def _lines(file: str) -> list[str]:
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: cannot read the list of classes: {error}") from error
     return [line.strip() for line in text.splitlines() if line.strip()]

@@ -27,6 +27,7 @@ CLASSES = ("cat", "dog", "cow", "emu", "fox")
         pytest.param(None, "4\n0\n2", [4, 0, 2], id="rows of the file"),
         pytest.param(None, "1\nmean\n", [1, None], id="a class that the file does not have"),
         pytest.param(CLASSES, "fox\ncat", [4, 0], id="names"),
+        pytest.param(CLASSES, "\ufefffox\r\ncat\r\n", [4, 0], id="names as Windows saves them"),
         pytest.param(CLASSES, "dog\nmean\nemu\ncow", [1, None, 3, 2], id="names and a new class"),
         pytest.param(
             ("background", *CLASSES), "\n".join((*CLASSES, "background")), [1, 2, 3, 4, 5, 0], id="background last"
@@ -36,7 +37,7 @@ CLASSES = ("cat", "dog", "cow", "emu", "fox")
 )
 def test_classes_by_a_map(old, new, rows, tmp_path):
     (tmp_path / "old.txt").write_text("\n".join(old or ()))
-    (tmp_path / "new.txt").write_text(new)
+    (tmp_path / "new.txt").write_text(new, encoding="utf-8")
     file, model = head(len(old or CLASSES)), head(len(rows))
     lists = f"{tmp_path}/old.txt,{tmp_path}/new.txt" if old else f"{tmp_path}/new.txt"
     keys = "@2.*" if len(rows) == len(old or CLASSES) else ""
