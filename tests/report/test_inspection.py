@@ -21,10 +21,11 @@ def training_checkpoint() -> Checkpoint:
         {"emb.weight": embedding, "dec.weight": embedding, "dec.bias": torch.zeros(1000)[:20], "n": torch.tensor(3)}
     )
     state_dict["packed"] = (1, 2)
-    checkpoint = open_state_dict(state_dict, "model.pth")
+    checkpoint = open_state_dict(state_dict)
     namespace = Opaque(Global("argparse", "Namespace"), state={"lr": 0.1})
     return replace(
         checkpoint,
+        path="model.pth",
         format="torch-zip",
         container=("model", "weights"),
         root={"epoch": 3, "args": namespace, "model": {"ema": {}, "weights": dict(checkpoint.entries)}},
@@ -106,7 +107,7 @@ keys:
 
 
 def test_a_plain_state_dict_says_little():
-    text = TextFormat().write(inspection_lines(open_state_dict({"w": torch.zeros(2)}, "a.pth")))
+    text = TextFormat().write(inspection_lines(open_state_dict({"w": torch.zeros(2)})))
     assert "state_dict: the file itself\n" in text
     assert "_metadata: none\n" in text
     assert "ties: none\n" in text
@@ -116,7 +117,7 @@ def test_a_plain_state_dict_says_little():
 
 
 def test_no_tensors_at_all():
-    assert "dtypes: none\n" in TextFormat().write(inspection_lines(open_state_dict({}, "a.pth")))
+    assert "dtypes: none\n" in TextFormat().write(inspection_lines(open_state_dict({})))
 
 
 def test_empty_tensors_are_no_tie():

@@ -547,7 +547,8 @@ def test_the_two_text_encoders_of_sdxl_in_one_file(dots, tmp_path):
     one = {f"conditioner.embedders.0.transformer.text_model.{key.removeprefix('text_model.')}": own[key] for key in own}
     two = {f"conditioner.embedders.1.model.{key}": value for key, value in open_clip_text(12).state_dict().items()}
     base = {**one, **two, "model.diffusion_model.out.weight": torch.zeros(3)}
-    tensors, want = {}, {key: value.clone() for key, value in base.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    want = {key: value.clone() for key, value in base.items()}
     for number, width in enumerate((8, 12)):
         for layer in range(2):
             module = f"text_model.encoder.layers.{layer}.self_attn.q_proj"

@@ -94,7 +94,7 @@ def test_values_on_another_device_are_compared(side):
     sides = [ours, theirs]
     sides[side] = {key: value.as_subclass(OnAnotherDevice) for key, value in sides[side].items()}
     shapes = [{key: tuple(value.shape) for key, value in each.items()} for each in (ours, theirs)]
-    found = by_values(None, *shapes, *sides)
+    found = by_values(None, shapes[0], shapes[1], sides[0], sides[1])
     assert found is not None
     assert {key: match.parts[0].source for key, match in found.matches.items()} == {
         key: misnamed(key) for key in theirs

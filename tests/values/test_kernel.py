@@ -212,7 +212,8 @@ def test_a_mark_is_whole_in_its_block(dtype, size):
 @given(st.lists(st.sampled_from([0, 1, 2**32, 5 << 32 | 5, 5 << 32 | 6, 2**64 - 1, 2**64 - 2, 77]), max_size=60))
 def test_each_equal_hash_makes_a_pair_with_the_one_before(hashes):
     assert compiled is not None
-    last, wanted = {}, []
+    last: dict[int, int] = {}
+    wanted: list[int] = []
     for number, hashed in enumerate(hashes):
         if hashed >> 32 != hashed & 0xFFFFFFFF:
             wanted += [last[hashed], number] if hashed in last else []
