@@ -187,9 +187,9 @@ class Adapter(Struct, frozen=True):
         """The type in the configuration, in capitals; LORA if it has none."""
         return str(self.config.get("peft_type") or self.config.get("swift_type") or "LORA").upper()
 
-    def refused(self, words: str, remedy: str) -> AdapterError:
+    def refused(self, words: str, remedy: str, *option: Opt) -> AdapterError:
         """Return the error for an adapter that cannot be merged."""
-        return AdapterError(f"{self.path or self.checkpoint.path}: {words}; {remedy}")
+        return AdapterError(f"{self.path or self.checkpoint.path}: {words}; {remedy}", *option)
 
     @property
     def label(self) -> str:
@@ -289,12 +289,9 @@ class Adapter(Struct, frozen=True):
         elif layer.component:
             return self.weight  # as in diffusers
         else:
-            raise AdapterError(
-                f"{self.path or self.checkpoint.path}: lora_alpha, which scales the change, is unknown; put the "
-                f"adapter's {CONFIG} next to it (DiffSynth-Studio saves none: write one with r and the same lora_alpha)"
-                ", or name it with ",
-                Opt("adapter", CONFIG),
-            )
+            own_config = f"{CONFIG} next to it (DiffSynth-Studio saves none: write one with r and the same lora_alpha)"
+            remedy = f"put the adapter's {own_config}, or name it with "
+            raise self.refused("lora_alpha, which scales the change, is unknown", remedy, Opt("adapter", CONFIG))
         alpha, rank = _number("lora_alpha", alpha), self.rank(layer)
         return self.weight * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

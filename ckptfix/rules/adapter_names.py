@@ -12,7 +12,16 @@ from typing import Any
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.finding import counted
 from ckptfix.errors import AdapterError, Opt
-from ckptfix.reading.adapters import CONFIG, OWN_LIBRARY, Adapter, AdapterLayer, adapter_in, model_config
+from ckptfix.reading.adapters import (
+    CONFIG,
+    FETCH,
+    OTHER_BASE,
+    OWN_LIBRARY,
+    Adapter,
+    AdapterLayer,
+    adapter_in,
+    model_config,
+)
 from ckptfix.rules.quantised_layers import MULTIPLIED, beside_codes, wanted_layers
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
@@ -73,10 +82,9 @@ class BaseNames:
             complete = [each for each in complete if self._has_shapes(each[2])] or complete
             exact = [each for each in complete if not each[1]]
             if len(exact or complete) > 1:
-                raise AdapterError(
-                    f"{self.adapter.path}: its layers may belong under {_either(each[1] for each in complete)} of "
-                    f"{self.checkpoint.path}; choose one by naming its file"
-                )
+                prefixes = _either(each[1] for each in complete)
+                words = f"its layers may belong under {prefixes} of {self.checkpoint.path}"
+                raise self.adapter.refused(words, "choose one by naming its file")
             if complete:
                 best = (exact or complete)[0]
                 break
@@ -126,24 +134,19 @@ class BaseNames:
             leaf = next(iter(modules)).rpartition(".")[2]
             # Experts are modules in transformers 4 and not in 5, with which the adapter may have been trained.
             if leaf not in leaves and not any(".experts." in module for module in modules):
-                raise AdapterError(
-                    f"{self.adapter.path}: its configuration names {leaf}, which the base has in "
-                    f"{counted(len(modules), 'layer')} but the adapter lacks: fetch it again, or remove the name from "
-                    f"target_modules in {CONFIG}"
-                )
+                places = counted(len(modules), "layer")
+                words = f"its configuration names {leaf}, which the base has in {places} but the adapter lacks"
+                raise self.adapter.refused(words, f"{FETCH}, or remove the name from target_modules in {CONFIG}")
             if lacking := sorted(modules - own) if modules & own else []:
-                raise AdapterError(
-                    f"{self.adapter.path}: its configuration names {leaf} in {len(modules)} layers and the adapter has "
-                    f"{len(modules & own)} of them, not {lacking[0]}: give the base that it was trained on, fetch it "
-                    f"again, or list its layers one by one in target_modules in {CONFIG}"
-                )
+                has = f"and the adapter has {len(modules & own)} of them, not {lacking[0]}"
+                remedy = f"{OTHER_BASE}, {FETCH}, or list its layers one by one in target_modules in {CONFIG}"
+                raise self.adapter.refused(f"its configuration names {leaf} in {len(modules)} layers {has}", remedy)
         saved = {self.renamed(key) for key in self.adapter.saved}
         for key in self.checkpoint.specs:
             if key not in saved and is_copied(self.adapter, key):
-                raise AdapterError(
-                    f"{self.adapter.path}: its configuration names {key.rpartition('.')[0]} in modules_to_save, but "
-                    f"the adapter has no {key}: fetch it again, or remove the name from {CONFIG}"
-                )
+                module = key.rpartition(".")[0]
+                words = f"its configuration names {module} in modules_to_save, but the adapter has no {key}"
+                raise self.adapter.refused(words, f"{FETCH}, or remove the name from {CONFIG}")
 
     def mismatch(self) -> AdapterError:
         """Return the error for layers that the base lacks."""
@@ -160,10 +163,10 @@ class BaseNames:
             )
         for module in lacking:
             if f"{module}.in_proj_weight" in self.checkpoint.entries:
-                return AdapterError(
-                    f"{path}: changes {module}, an nn.MultiheadAttention, and some releases of peft change its "
-                    "out_proj twice; merge it with the release that trained it"
+                words = (
+                    f"changes {module}, an nn.MultiheadAttention, and some releases of peft change its out_proj twice"
                 )
+                return self.adapter.refused(words, "merge it with the release that trained it")
             if packed := beside_codes(module, self.checkpoint.entries):
                 has = packed.removeprefix(f"{module}.")
                 return quantised(self.checkpoint, f"{module} is quantised (it has {has} and no weight)")
@@ -172,29 +175,23 @@ class BaseNames:
         is_tied = all(map(self._may_be_tied, lacking)) and any(map(is_of_words, self.checkpoint.specs))
         if "model_type" in model_config(self.checkpoint) and not is_tied:
             folder = Path(base) if Path(base).is_dir() else Path(base).parent
-            return AdapterError(
-                f"{path}: changes layers that {base} lacks, {len(lacking)} of {number}, such as {lacking[0]}{own}; "
-                "give the base that it was trained on, or if this is it, first rename its layers for your "
-                "transformers with ",
+            return self.adapter.refused(
+                f"changes layers that {base} lacks, {len(lacking)} of {number}, such as {lacking[0]}{own}",
+                f"{OTHER_BASE}, or if this is it, first rename its layers for your transformers with ",
                 Opt("model", f"transformers:{folder}"),
             )
         if is_tied:
-            return AdapterError(
-                f"{path}: changes {lacking[0]}, which {base} has only as the embedding that it is tied to, so a merge "
-                "would change both: save the base with separate tensors (tie_word_embeddings=False)"
-            )
+            tied = f"{lacking[0]}, which {base} has only as the embedding that it is tied to"
+            remedy = "save the base with separate tensors (tie_word_embeddings=False)"
+            return self.adapter.refused(f"changes {tied}, so a merge would change both", remedy)
         if named and Path(named).absolute() in (Path(base).absolute(), Path(base).absolute().parent):
-            return AdapterError(
-                f"{path}: was trained on {named}, whose file lacks {len(lacking)} of the adapter's {number} layers, "
-                f"such as {lacking[0]}; fetch both again"
-            )
+            lacks = f"lacks {len(lacking)} of the adapter's {number} layers, such as {lacking[0]}"
+            return self.adapter.refused(f"was trained on {named}, whose file {lacks}", "fetch both again")
         is_original = bool(_ORIGINAL.match(lacking[0]))
         if is_original is not any(map(_ORIGINAL.search, self.checkpoint.entries)) and self.adapter.is_kohya:
             own += "; its layers are named as in " + ("the one file of the authors" if is_original else "diffusers")
-        return AdapterError(
-            f"{path}: does not belong to {base}, which lacks {len(lacking)} of the adapter's {number} layers, such as "
-            f"{lacking[0]}{own}; give the base that it was trained on"
-        )
+        lacks = f"lacks {len(lacking)} of the adapter's {number} layers, such as {lacking[0]}{own}"
+        return self.adapter.refused(f"does not belong to {base}, which {lacks}", OTHER_BASE)
 
     def _may_be_tied(self, module: str) -> bool:
         """Return whether a layer may be a tied head: it is named like one, or has the embedding's shape."""

@@ -136,8 +136,8 @@ def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
     """Return whether the file also has the base: the weight of each adapted layer, and other weights."""
     stored = [key for key in checkpoint.specs if _BASE in key and key.endswith("weight")]
     bases = {key.partition(_BASE)[0] for key in stored}
-    within = [any(map(bases.__contains__, modules_of(key))) for layer in adapter.layers for key in layer.keys.values()]
     adapted = {key for layer in adapter.layers for key in layer.keys.values()}
+    within = (any(map(bases.__contains__, modules_of(key))) for key in adapted)
     others = (key for key in checkpoint.specs if key not in adapted and _BASE not in key)
     return bool(bases) and all(within) and any(key.endswith(".weight") for key in others)
 
@@ -336,9 +336,6 @@ def _in_words(sizes: Mapping[str, float]) -> str:
 def _kind(adapter: Adapter) -> str:
     """Return an adapter's type and ranks in words, with the number of rows if a tensor holds several experts."""
     types = {layer.type for layer in adapter.layers}
-    if other := types & {"IA3"} or (len(types) == 1 and types & {"TRAINABLE_TOKENS", "LN_TUNING"}):
-        name = next(iter(other))
-        return f"{'a' if name.startswith('T') else 'an'} {name} adapter"
     ranks: Counter[int] = Counter()
     stacked: set[int] = set()
     for layer in adapter.layers:
@@ -351,8 +348,10 @@ def _kind(adapter: Adapter) -> str:
             stacked |= {one.shape[0]} - {rank}
     common = ", ".join(str(rank) for rank, _ in ranks.most_common(3))
     rows = f" ({' or '.join(map(str, sorted(stacked)[:3]))} rows: one rank after another for each expert)"
-    kind = next(name for name in ("DoRA", "LoHa", "LoKr", "LoRA") if name in types)
-    return f"a {kind} adapter" + f" of rank {common}" * bool(ranks) + (rows if stacked else "")
+    names = ("IA3", "DoRA", "LoHa", "LoKr", "LoRA", "TRAINABLE_TOKENS", "LN_TUNING")  # the first one is it
+    kind = next(name for name in names if name in types)
+    article = "an" if kind in ("IA3", "LN_TUNING") else "a"
+    return f"{article} {kind} adapter" + f" of rank {common}" * bool(ranks) + (rows if stacked else "")
 
 
 def _with_config(path: str) -> Remedy:

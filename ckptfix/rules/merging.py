@@ -129,10 +129,8 @@ def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Targe
     names = {name for group in groups if key in group for name in group} or _heads(checkpoint, adapter, key)
     for name in sorted(names - checkpoint.specs.keys() - merge.added.keys()):
         if key in merge.resized:
-            raise AdapterError(
-                f"{adapter.path}: has {key} for a vocabulary of {merge.resized[key]}, but not {name}, which the base "
-                "ties to it: save the adapter with both (save_embedding_layers=True in peft)"
-            )
+            words = f"has {key} for a vocabulary of {merge.resized[key]}, but not {name}, which the base ties to it"
+            raise adapter.refused(words, "save the adapter with both (save_embedding_layers=True in peft)")
         if len(merge.deltas[key]) > 1:
             words = f"has {key} whole, and another adapter changes {name}, which is the same tensor in the base"
             raise adapter.refused(words, "merge them one after the other")
@@ -150,11 +148,9 @@ def _heads(checkpoint: Checkpoint, adapter: Adapter, key: str) -> set[str]:
     if text.endswith(("ForCausalLM", "LMHeadModel")) and config.get("tie_word_embeddings", True):
         return {"lm_head.weight"}
     if config.get("tie_word_embeddings") and not text.endswith(("Model", "Classification", "Answering")):
-        raise AdapterError(
-            f"{adapter.path}: replaces {key}; a tensor of the model that is tied to it, but missing from "
-            f"{checkpoint.path}, would keep the old values; name the model with ",
-            Opt("model"),
-        )
+        tied = f"a tensor of the model that is tied to it, but missing from {checkpoint.path}"
+        words = f"replaces {key}; {tied}, would keep the old values"
+        raise adapter.refused(words, "name the model with ", Opt("model"))
     return set()
 
 
@@ -181,10 +177,9 @@ def _deltas(
     if max(taken.values(), default=1) > 1:
         own = [component for component in fitting if component in Path(checkpoint.path).parts[-2:]]
         if not own:
-            raise AdapterError(
-                f"{adapter.path}: its layers for {' and '.join(fitting)} all fit {checkpoint.path}; name the base by "
-                f"its folder in the diffusers pipeline, for example {fitting[-1]}, or save each adapter separately"
-            )
+            remedy = f"name the base by its folder in the diffusers pipeline, for example {fitting[-1]}"
+            words = f"its layers for {' and '.join(fitting)} all fit {checkpoint.path}"
+            raise adapter.refused(words, f"{remedy}, or save each adapter separately")
         fitting = own
     for component, each in names.items():
         is_other = component not in fitting and not taken.keys().isdisjoint(each.found.values())
@@ -313,10 +308,9 @@ def _placed(
     is_parameter = is_stacked and ("experts" in key.split(".") or key.endswith(".gate.weight"))
     for real, expert, within in places.get(key, [(key, (), ())]):
         if (expert or within) and (delta.form not in ("linear", "experts") or delta.transposed or delta.has_magnitude):
-            raise AdapterError(
-                f"{adapter.path}: changes {layer.module} as in another release or library, and not by two matrices; "
-                f"merge it into a base with its names: in this one, {key} is fused or split ({real})"
-            )
+            words = f"changes {layer.module} as in another release or library, and not by two matrices"
+            remedy = f"merge it into a base with its names: in this one, {key} is fused or split ({real})"
+            raise adapter.refused(words, remedy)
         form = "linear" if expert else delta.form
         yield real, replace(delta, form=form, expert=expert, within=within, rounds=delta.rounds or is_parameter)
 
@@ -368,11 +362,8 @@ class _Orientation:
             return is_set  # with layers of several names, peft sets it for the last one
         if is_named and not seen and (is_set or has_others):
             return True
-        raise AdapterError(
-            f"{self.adapter.path}: the square {layer.module} may be a Conv1D, with inputs first, or a Linear; name "
-            "the model with ",
-            Opt("model"),
-        )
+        words = f"the square {layer.module} may be a Conv1D, with inputs first, or a Linear"
+        raise self.adapter.refused(words, "name the model with ", Opt("model"))
 
 
 # Names of layers that are a Conv1D in transformers.
@@ -581,11 +572,8 @@ def _whole(
         if "peft_type" not in adapter.config:
             raise adapter.refused(f"has {stored}, which ckptfix does not know", OWN_LIBRARY)
         if other := _same_by_another_name(checkpoint, key, value.shape):
-            raise AdapterError(
-                f"{adapter.path}: has {stored} whole, but {checkpoint.path} has {other} instead; rename its layers "
-                "first with ",
-                Opt("model"),
-            )
+            words = f"has {stored} whole, but {checkpoint.path} has {other} instead"
+            raise adapter.refused(words, "rename its layers first with ", Opt("model"))
         if not is_copied(adapter, key) and not (is_of_words(key) and value.shape[1:]):
             raise adapter.refused(f"has {stored}, which {checkpoint.path} lacks", OTHER_BASE)
         merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
