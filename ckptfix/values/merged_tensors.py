@@ -321,9 +321,7 @@ class _LayerFactors:
         if form == "conv":
             convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[one.ndim - 3]
             return convolve(one.transpose(0, 1), two[first:last]).transpose(0, 1)
-        if one.ndim > 2:  # a 1x1 convolution
-            return (two[first:last].flatten(1) @ one.flatten(1)).view(last - first, *self.source.shape[1:])
-        product = _rows(two, one, first, last, self.delta.transposed)
+        product = _rows(two.flatten(1), one.flatten(1), first, last, self.delta.transposed)
         return product.view(last - first, *self.source.shape[1:])
 
     def _of_experts(self, first: int, last: int) -> Iterator[torch.Tensor]:
