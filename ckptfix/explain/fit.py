@@ -5,6 +5,7 @@ shapes for them, so the findings rest on names, and only the file and the model 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
@@ -389,13 +390,15 @@ _UNGATHERED = (
 )
 _ONES = "an extra or missing axis of one element, which changes no value"
 _CODES = "quantised weights with different bits or group size, or from another release of the quantiser"
+_RANKS = "an adapter of another rank than the model's: build it with the rank in the adapter's configuration"
 _FLAT = "one row of numbers instead of a matrix, like packed codes and parts of flat parameters"
 _PART = "one rank's part of a tensor-parallel training, 1/{} of the model along one axis"
 _POSITIONS = "position embeddings for another resolution or length"
 _OTHER_AXES = "the same axes in another order, as in another library or release"
 _ANOTHER_SIZE = "a model of another size or configuration than the file's, so look for its variant first"
+_LORA = re.compile(r"(^|[._])lora_(A|B|up|down)\b")  # the factors of a layer's change
 # Causes that neither a formula nor the values of a fresh model can repair.
-_HOPELESS = (_EMPTY, _UNGATHERED, _CODES, _FLAT, _OTHER_AXES, _ANOTHER_SIZE)
+_HOPELESS = (_EMPTY, _UNGATHERED, _CODES, _RANKS, _FLAT, _OTHER_AXES, _ANOTHER_SIZE)
 
 
 def _by_reason(
@@ -414,6 +417,8 @@ def _by_reason(
             reason = _ONES
         elif key in codes or key.endswith(".scales"):
             reason = _CODES
+        elif _LORA.search(key) and sum(one != other for one, other in zip(stored, wanted, strict=False)) == 1:
+            reason = _RANKS
         elif len(stored) == 1 < len(wanted) and stored[0] not in wanted:
             reason = _FLAT
         else:

@@ -325,7 +325,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: `.to` is not supported for `4-bit` or `8-bit` bitsandbytes models.",
         "ValueError: Linear(in_features=2, out_features=2) does not have a parameter or a buffer named weight_scale.",
     ),
-    "tensor-not-in-safetensors": (),
+    "tensor-not-in-safetensors": ("WARNING: Removed shared tensor {'model.lm_head.weight'} while saving.",),
     "safetensors-not-installed": (),
     "dtype-of-newer-torch": (
         "KeyError: torch.float8_e4m3fn",
@@ -724,7 +724,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: \"upsample_bilinear2d_channels_last\" not implemented for 'Long'",
     ),
     "half-overflow": ("RuntimeError: value cannot be converted to type c10::Half without overflow",),
-    "float64-on-mps": (),
+    "float64-on-mps": ("TypeError: Trying to convert Float8_e4m3fn to the MPS backend but it does not support it.",),
     "device-assert": (
         "RuntimeError: cuda runtime error (59) : device-side assert triggered at /pytorch/aten/src/THC/generic/THCTe"
         "nsorMath.cu:24",
@@ -760,6 +760,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ImportError: /opt/apex/amp_C.cpython-38-x86_64-linux-gnu.so: undefined symbol: _ZN3c1011CPUTensorIdEv",
     ),
     "torchvision-of-other-torch": (
+        "RuntimeError: Detected that PyTorch and torchvision were compiled with different CUDA major versions.",
+        "OSError: libc10_cuda.so: cannot open shared object file: No such file or directory",
         "ModuleNotFoundError: No module named 'torchvision._C'",
         "RuntimeError: Unknown builtin op: torchvision::nms.",
         "AttributeError: '_OpNamespace' 'torchvision' object has no attribute 'nms'",

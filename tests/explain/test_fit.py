@@ -37,6 +37,10 @@ def size(key: str, stored: list[int], wanted: list[int]) -> str:
     )
 
 
+ADAPTER = [
+    size("base_model.model.layers.0.q_proj.lora_A.default.weight", [16, 64], [8, 64]),
+    size("base_model.model.layers.0.q_proj.lora_B.default.weight", [64, 16], [64, 8]),
+]
 RANK = [
     size("word_embeddings.weight", [16, 8], [64, 8]),
     size("layers.0.attention.dense.weight", [8, 2], [8, 8]),
@@ -143,6 +147,7 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
         (text(None, None, size("q_proj.weight", [16435456], [5120, 5120])), "one row of numbers"),
         (text(None, None, size("q_proj.scales", [4096, 1], [32, 4096])), "different bits or group size"),
         (text(None, None, *RANK), "1/4 of the model along one axis"),
+        (text(None, None, *ADAPTER), "an adapter of another rank than the model's"),
         (text(None, None, *RANK[1:]), "a model of another size"),
     ],
 )
@@ -287,6 +292,8 @@ def test_axes_of_one_element_are_repaired_and_ranks_are_put_together():
     commands = [advice.command for advice in read_fit(rank)[1]]
     assert "ckptfix repair FOLDER -o model.pth" in commands
     assert not any("--adapt" in command or "--fill" in command for command in commands)
+    (adapter,) = messages(text(None, None, *ADAPTER))
+    assert [advice.command for advice in read_fit(adapter)[1] if "--fill" in advice.command] == []
 
 
 @pytest.mark.parametrize(
