@@ -219,9 +219,9 @@ def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
 
 
 def damaged_beside(content: Content, chosen: str) -> list[str]:
-    """Return the files of a zip archive, except for the chosen one, whose bytes are not those that were packed.
+    """Return the files of a zip archive, except for the chosen one, whose bytes are damaged.
 
-    Unpacks as many bytes as the archive has times ``OVERLAP_LIMIT``, and leaves the other files alone."""
+    Unpacks at most ``OVERLAP_LIMIT`` times the archive's size; files beyond that are not examined."""
     members = _zip_members(content)[0] if is_zip_of_files(content) else []
     left = OVERLAP_LIMIT * len(content)
     found: list[str] = []
