@@ -37,10 +37,10 @@ TRANSIENT: Mapping[str, str] = {
     **dict.fromkeys(("version", "version_tensor", "version_number"), "the version of the model's code, as in fairseq"),
 }
 
-# Modules whose tensors are states of a metric, unless they are a layer's: `_wer.scores`, `val_metrics.AUPRO.fpr_limit`.
-_METRIC = re.compile(
-    r"(?:^|[._])(?:metrics|wer|cer|bleu|rouge|acc|accuracy|auroc|aupro|iou|miou|f1|f1_?score)\d*\.", re.IGNORECASE
-)
+# Modules whose tensors are states of a metric, alone or in a collection, and not what a layer has: `_wer.scores`,
+# `val_metrics.AUPRO.fpr_limit`.
+_METRICS = frozenset({"metrics", "wer", "cer", "bleu", "rouge", "accuracy", "auroc", "aupro", "miou"})
+_OF_LAYERS = re.compile(r"running_|weight|bias|\w+(weight|bias)$|\w*(gamma|beta|embed|token)")
 
 # Names under which decoders of the GPT-2 family registered their causal mask, of shape (1, 1, n, n).
 _MASKS = frozenset({"bias", "mask"})
@@ -71,10 +71,12 @@ def layers_of(key: str) -> Iterator[tuple[str, str, str]]:
 
 def is_transient(key: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor with this name and shape comes and goes between releases."""
-    head, leaf = split_key(key)
+    leaf = split_key(key)[1]
     if leaf in _MASKS:
         return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3] > 1
-    return leaf in TRANSIENT or (leaf != "weight" and _METRIC.search(head) is not None)
+    if leaf in TRANSIENT or _OF_LAYERS.match(leaf):
+        return leaf in TRANSIENT
+    return any(part.lower().rpartition("_")[2].rstrip("0123456789") in _METRICS for part in key.split(".")[-3:-1])
 
 
 def is_buffer_name(key: str, shape: tuple[int, ...]) -> bool:
