@@ -38,6 +38,8 @@ from ckptfix.rules.quantised_layers import beside_codes
 # Segments that peft adds to the names of a model whose layers it wraps.
 _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
 
+_DENOISERS = ("lora_unet", "unet", "lora_transformer", "transformer", "diffusion_model")
+_DENOISER = "model.diffusion_model."
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _TAKEN_OFF = ("linear", "conv", "tucker", "experts", "hadamard", "kronecker", "bias", "scale")
 
@@ -183,7 +185,9 @@ def _deltas(
         fitting = own
     for component, each in names.items():
         is_other = component not in fitting and not taken.keys().isdisjoint(each.found.values())
-        if len(names) > 1 and (not each.found or is_other):
+        # The one file of a whole pipeline has a model for these layers, and it is not the one that was trained.
+        is_of_another = component in _DENOISERS and any(key.startswith(_DENOISER) for key in checkpoint.specs)
+        if len(names) > 1 and (is_other or not (each.found or is_of_another)):
             merge.left[component] = len(groups[component])
             del groups[component]
         elif not each.is_complete:

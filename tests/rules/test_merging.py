@@ -567,6 +567,23 @@ def test_the_two_text_encoders_of_sdxl_in_one_file(dots, tmp_path):
     assert_same(repaired, want)
 
 
+def test_the_text_encoder_of_another_pipeline_is_not_merged_alone(tmp_path):
+    """SDXL and Flux have the same one."""
+    pairs = {"lora_unet_double_blocks_0_img_attn_qkv": 8, "lora_te1_text_model_q": 4}
+    tensors = {
+        f"{name}.{end}.weight": torch.ones(size, size)
+        for name, size in pairs.items()
+        for end in ("lora_down", "lora_up")
+    }
+    save_file(tensors, tmp_path / "flux.safetensors")
+    base = {"conditioner.embedders.0.transformer.text_model.q.weight": torch.ones(4, 4)}
+    _, report = ckptfix.repair_state_dict(base, adapter=tmp_path / "flux.safetensors", values=False)
+    assert "1 layer for lora_unet is left out" in report.findings[0].message
+    base["model.diffusion_model.input_blocks.0.weight"] = torch.ones(8, 8)
+    with pytest.raises(AdapterError, match="lacks 1 of the adapter's 1 layers, such as double_blocks_0_img_attn_qkv"):
+        ckptfix.repair_state_dict(base, adapter=tmp_path / "flux.safetensors", values=False)
+
+
 @pytest.mark.parametrize("prefix", ["lora_unet_", "lycoris_"])
 def test_what_lycoris_saves_is_what_it_adds_in_training(prefix, tmp_path):
     """Of LoKr with two whole matrices the scale is one; differences are added to weights, norms and biases."""
