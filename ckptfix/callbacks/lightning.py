@@ -55,5 +55,5 @@ class CheckCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not type
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unwrap ``save_checkpoint``, and wait for the last check."""
-        del trainer.save_checkpoint
+        vars(trainer).pop("save_checkpoint", None)  # another callback of this class may have done it
         self.watch.wait()

@@ -227,6 +227,24 @@ os._exit(0)  # the threads of the store are not those of this process
 """
 
 
+def test_two_callbacks_of_one_trainer_each_check_what_is_saved():
+    class Trainer:
+        is_global_zero = True
+
+        def save_checkpoint(self, _: str) -> None:
+            pass
+
+    callbacks, trainer, checked = [checking(with_lightning) for _ in range(2)], Trainer(), list[str]()
+    for callback in callbacks:
+        callback.watch.check = checked.append
+        callback.setup(trainer, None, "fit")
+    trainer.save_checkpoint("step=1.ckpt")
+    for callback in callbacks:
+        callback.teardown(trainer, None, "fit")
+    assert checked == ["step=1.ckpt"] * 2
+    assert "save_checkpoint" not in vars(trainer)
+
+
 @pytest.mark.slow
 def test_two_processes_stop_together(tmp_path):
     """Only the first process checks; the other one would wait for it forever if it did not stop as well."""
