@@ -45,12 +45,11 @@ from collections.abc import Iterator, Mapping
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, MXFP4_TURNED, NVFP4, Dequantise, Drop, Edit, Rename
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise, counted
-from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Slot, Target
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.quantised_layers import CODES, DEQUANTISE, SCALES, QuantisedLayer, wanted_layers
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.dequantising import QuantState, paired_shape, quant_state, scale_steps, unpacked_shape
+from ckptfix.values.dequantising import QuantState, quant_state, scale_steps
 from ckptfix.values.scan import first_numbers
 
 _LACKS = "ckptfix cannot dequantise them"
@@ -68,7 +67,7 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     target = context.target or _as_asked(layers, states, context)
     cures = {path: _cure(path, layer, context, states, target) if target else () for path, layer in layers.items()}
     if context.target is not None:
-        cures.update(_unpacked(layers, specs, context.target))
+        cures.update(_unpacked(layers, context.target))
     if known := [path for path in layers if cures[path]]:
         made = f"multiplies them and rounds to that dtype{_config(context)}"
         yield rule.finding(
@@ -131,8 +130,7 @@ def _as_asked(
     if dtype is None or DTYPES[dtype].itemsize == 1:
         return None
     shapes = {f"{path}weight": state.shape for path, state in states.items() if isinstance(state, QuantState)}
-    paired = {path: layer for path, layer in layers.items() if layer.scheme == NVFP4}
-    shapes |= {f"{path}weight": _shape_of_pairs(path, layer, specs) for path, layer in paired.items()}
+    shapes |= {f"{path}weight": layer.shape for path, layer in layers.items() if layer.scheme == NVFP4}
     keys = (*shapes, *(layer.parts["weight"] for layer in layers.values() if "weight" in layer.parts))
     slots = {key: Slot(dtype, shapes.get(key) or specs[key].shape, PARAMETER) for key in keys}
     return Target("--dtype", slots)
@@ -151,7 +149,7 @@ def _cure(
         return Dequantise(key, specs[key].dtype, slot.dtype, f"{key}.absmax", FOUR_BITS), *beside
     if layer.scheme == NVFP4:
         codes, slot = layer.parts.get("weight_packed", key), target.slots[key]
-        if slot.shape != _shape_of_pairs(path, layer, specs):
+        if slot.shape != layer.shape:
             return ()
         drops = (drop for drop in beside if drop.key != codes)
         renames = (Rename(codes, key),) if codes != key else ()
@@ -170,19 +168,9 @@ def _cure(
     return Dequantise(key, specs[key].dtype, slot.dtype, scale, layer.scheme), *beside
 
 
-def _shape_of_pairs(path: str, layer: QuantisedLayer, specs: Mapping[str, TensorSpec]) -> tuple[int, ...]:
-    return paired_shape(layer.parts.get("weight_packed", f"{path}weight"), f"{path}weight_scale", specs)
-
-
-def _unpacked(
-    layers: Mapping[str, QuantisedLayer], specs: Mapping[str, TensorSpec], target: Target
-) -> dict[str, tuple[Edit, ...]]:
+def _unpacked(layers: Mapping[str, QuantisedLayer], target: Target) -> dict[str, tuple[Edit, ...]]:
     """Return the edits that unpack layers of MXFP4, transposed or not, as the shapes of the model's matrices show."""
-    shapes = {
-        path: unpacked_shape(*(specs[layer.parts[part]] for part in ("blocks", "scales")))
-        for path, layer in layers.items()
-        if layer.scheme == MXFP4
-    }
+    shapes = {path: layer.shape for path, layer in layers.items() if layer.scheme == MXFP4}
     turned = {path: (experts, columns, rows) for path, (experts, rows, columns) in shapes.items()}
     fits: dict[str, Mapping[str, tuple[int, ...]]] = {MXFP4: shapes, MXFP4_TURNED: turned}
     ways = [way for way, made in fits.items() if all(made[path] == target.slots[path].shape for path in shapes)]

@@ -56,6 +56,7 @@ class QuantisedLayer(Struct):
 
     parts: dict[str, str] = field(default_factory=dict)
     scheme: str = ""
+    shape: tuple[int, ...] = ()  # that of the weight, of NVFP4 and MXFP4
 
 
 def wanted_layers(specs: Mapping[str, TensorSpec], target: Target | None) -> dict[str, QuantisedLayer]:
@@ -94,8 +95,9 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
         elif layer.scheme in MULTIPLIED:
             layer.scheme = ""  # without codes: a plain weight
         key = layer.parts.get("weight_packed", f"{path}weight")
-        if "comfy_quant" not in layer.parts and paired_shape(key, f"{path}weight_scale", specs):
-            layer.scheme = NVFP4  # ComfyUI has the scales in another order
+        shape = paired_shape(key, f"{path}weight_scale", specs)
+        if shape and "comfy_quant" not in layer.parts:  # ComfyUI has the scales in another order
+            layer.scheme, layer.shape = NVFP4, shape
     for key, codes in specs.items():
         found = _PACKED.fullmatch(key)
         if found and found[2] == "packed" and f"{found[1]}_scale" in specs:
@@ -103,8 +105,8 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
             kept = {part: name for part, name in parts.items() if name in specs}
             layers[found[1]] = QuantisedLayer(kept, "compressed-tensors")
         scales = specs.get(f"{found[1]}_scales") if found else None
-        if found and scales and unpacked_shape(codes, scales):
-            layers[found[1]] = QuantisedLayer({"blocks": key, "scales": f"{found[1]}_scales"}, MXFP4)
+        if found and scales and (shape := unpacked_shape(codes, scales)):
+            layers[found[1]] = QuantisedLayer({"blocks": key, "scales": f"{found[1]}_scales"}, MXFP4, shape)
     quantised = {path: layer for path, layer in layers.items() if layer.scheme}
     # Codes that were renamed without their scales would pass for weights.
     if any(f"{path}weight" not in specs for path, layer in layers.items() if not layer.parts.keys().isdisjoint(SCALES)):
