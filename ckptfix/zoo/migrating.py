@@ -215,6 +215,7 @@ def _run(
         summary.running = running
         watch(summary)
 
+    watch(summary)  # files may be in place before the first counts
     size_of = _sizes_at(workspace.destination)
     left_over = plan.left_over if not plan.dry_run else lambda record: ()
     journals = workspace.manifest, workspace.weights
