@@ -54,7 +54,7 @@ class Target(Struct, frozen=True, dict=True):
     (packed parameters, ``_extra_state``). ``transient`` names the non-persistent buffers. ``ties`` are groups of keys
     that are one tensor. ``modules`` maps module paths to class names; None for a file. ``initial`` returns the real,
     seeded initial values, including non-persistent buffers, computed on first use; None if there are none, as for a
-    file.
+    file. ``is_deferred`` says that this builds a model, which is not in memory yet.
     ``library`` is the package of the model's class. ``grids`` are the rows and columns of patches of the modules that
     take images, by path, and ``windows`` those of attention windows. ``resizes`` are the paths of modules that can
     resize position embeddings. ``rotary`` are the shapes of the frequencies of rotary embeddings. ``vocabularies`` are
@@ -74,6 +74,7 @@ class Target(Struct, frozen=True, dict=True):
     ties: tuple[tuple[str, ...], ...] = ()
     modules: Mapping[str, str] | None = None
     initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    is_deferred: bool = False
     library: str = ""
     grids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -86,6 +87,11 @@ class Target(Struct, frozen=True, dict=True):
     converts: Converter | None = None
     layers: Callable[[], Mapping[str, int]] | None = None
     reference: Checkpoint | None = None
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The size of the tensors."""
+        return sum(slot.numel * DTYPES[slot.dtype].itemsize for slot in self.slots.values())
 
     @cached_property
     def tie_of(self) -> Mapping[str, tuple[str, ...]]:

@@ -73,7 +73,7 @@ def target_from_factory(spec: str, arguments: ModelArguments = (), seed: int = 0
             raise
         reason = str(error.__cause__).partition("\n")[0]
     else:
-        return replace(_target(model, spec), initial=initial, remarks=remarks_on(arguments))
+        return replace(_target(model, spec), initial=initial, is_deferred=True, remarks=remarks_on(arguments))
     remark = f"{spec} cannot be built on the meta device ({reason}), so it was built with real weights"
     return replace(_target(build(), spec), remarks=(remark, *remarks_on(arguments)))
 

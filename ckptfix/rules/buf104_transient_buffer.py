@@ -44,13 +44,12 @@ from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, Target
-from ckptfix.rules.rule import Context, Rule
+from ckptfix.rules.rule import AFFORDABLE, Context, Rule
 
 # The known transient buffers whose values depend on more than a size.
 _ROTARY = frozenset(
     {"inv_freq", "cos_cached", "sin_cached", "freqs_cos", "freqs_sin", "freqs_cis_real", "freqs_cis_imag"}
 )
-_AFFORDABLE = 4 << 30  # bytes of weights of the largest model that is built to compare its buffers
 
 
 def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
@@ -109,8 +108,7 @@ def _different(extra: list[str], context: Context, target: Target) -> dict[str, 
 
     The tolerance is at least 1e-3, because the cosine of a large angle depends on the device that computed it."""
     comparable = [key for key in extra if key in target.transient and _is_computed(key, context.checkpoint.specs[key])]
-    nbytes = sum(slot.numel * DTYPES[slot.dtype].itemsize for slot in target.slots.values())
-    if not comparable or not context.settings.values or nbytes > _AFFORDABLE:
+    if not comparable or not context.settings.values or target.nbytes > AFFORDABLE:
         return {}
     from ckptfix.bytes.checksums import is_sound  # imported late: only this reads values
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 StatisticsByKey = Mapping[str, TensorStatistics]
+AFFORDABLE = 4 << 30  # bytes of the largest model that is built only to judge the values of a file
 
 
 class SourceModel(Struct, frozen=True):
@@ -69,12 +70,18 @@ class Context(Struct, frozen=True, dict=True):
                 return self.target.initial()
         return {}
 
+    @property
+    def usual(self) -> Mapping[str, torch.Tensor]:
+        """The initial values by which to judge those of the file; also empty if they would cost much memory."""
+        is_large = self.target is not None and self.target.is_deferred and self.target.nbytes > AFFORDABLE
+        return {} if is_large else self.initial
+
     def start(self, key: str) -> TensorStatistics | None:
         """Return the statistics of a tensor's initial values; None if they are unknown."""
         from ckptfix.reading.tensors import spec_of_tensor
         from ckptfix.values.statistics import tensor_statistics
 
-        return tensor_statistics(spec_of_tensor(self.initial[key])) if key in self.initial else None
+        return tensor_statistics(spec_of_tensor(self.usual[key])) if key in self.usual else None
 
     @cached_property
     def matrices(self) -> StatisticsByKey:

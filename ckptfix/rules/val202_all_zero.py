@@ -64,7 +64,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     excused = [] if empty_file else _excused(suspects, matrices, context, is_trained)
     excused += [key for key in suspects if key in closed and key not in excused]
     quiet = {*zero}.difference(suspects)
-    excused += _unlike_others(quiet, matrices) if quiet and not context.initial else []
+    excused += _unlike_others(quiet, matrices) if quiet and not context.usual else []
     excused = [key for key in excused if not replaces(context.settings, rule.code, key)]
     are_excused = set(excused)
     listed = reported = dict.fromkeys(key for key in suspects if key not in are_excused)
@@ -109,14 +109,14 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> list[str]:
     """Return the matrices that do not start at zero, in the model or, without one, by their names."""
-    if zero and context.initial:
+    if zero and context.usual:
         return [key for key in zero if (start := context.start(key)) is None or not start.all_zero]
     return [key for key in zero if not (use_names and is_zero_by_design(key))]
 
 
 def _excused(suspects: list[str], matrices: list[str], context: Context, is_trained: bool) -> list[str]:
     """Return the suspects that may be buffers or untrained. With a model, that is already known."""
-    if not suspects or context.initial:
+    if not suspects or context.usual:
         return []
     excused = {key for key in suspects if not is_layers_own(key)}
     if not is_trained:

@@ -89,12 +89,14 @@ def test_instance(module):
     target = target_from_factory(f"{module}:instance")
     assert target.initial is not None
     assert torch.equal(target.initial()["weight"], sys.modules[module].instance.weight)
+    assert not target.is_deferred
 
 
 def test_values_are_made_on_first_use_and_once(module):
     target = target_from_factory(f"{module}:counted")
     calls = sys.modules[module].calls
     assert calls == ["meta"]
+    assert target.is_deferred
     assert target.initial is not None
     target.initial(), target.initial()
     assert calls == ["meta", "cpu"]

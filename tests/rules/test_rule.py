@@ -1,4 +1,4 @@
-"""What a rule sees: the initial values of a model that can only be built on the meta device."""
+"""What a rule sees: the initial values of a model that has none, or is too large to be built for them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,18 @@ RULES = [
 @pytest.mark.parametrize(("rule", "change"), RULES)
 def test_a_rule_judges_without_the_values_of_a_model_that_has_none(rule, change):
     assert [finding.keys for finding in propose(rule, broken(change), without_values())] == [("1.weight",)]
+
+
+@pytest.mark.parametrize(("rule", "change"), RULES)
+def test_a_large_model_is_not_built_to_judge_a_file(rule, change):
+    target = without_values()
+
+    def build() -> Mapping[str, torch.Tensor]:
+        pytest.fail("a large model was built")
+
+    large = {"other.weight": replace(target.slots["1.weight"], shape=(1 << 16, 1 << 15))}
+    target = replace(target, slots={**target.slots, **large}, initial=build, is_deferred=True)
+    assert [finding.keys for finding in propose(rule, broken(change), target)] == [("1.weight",)]
 
 
 def test_values_that_were_asked_for_are_not_left_out_in_silence():
