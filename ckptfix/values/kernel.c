@@ -1,14 +1,13 @@
-/* The figures of a block of numbers in one pass, at about the rate at which memory is read; scan.py does the same in
-   some eight passes of numpy. It neither includes Python nor needs it: scan.py calls it by ctypes.
+/* Computes the statistics of a block of numbers in one pass, at close to memory bandwidth; numpy needs about eight
+   passes. It does not use Python: scan.py calls it through ctypes.
 
-   Plain loops that a compiler turns into vectors; on x86-64 it makes one version of each for every generation of the
-   processor, and the loader picks (https://gcc.gnu.org/onlinedocs/gcc/Function-Multiversioning.html).
+   The compiler vectorises these plain loops. On x86-64 it compiles each for several generations of processors, and the
+   loader picks one (https://gcc.gnu.org/onlinedocs/gcc/Function-Multiversioning.html).
 
-   The bits of an IEEE float without the sign are ordered as the magnitudes are. So three integers tell nearly
-   everything of a chunk: the greatest as signed (the maximum, if one is positive), the greatest as unsigned (the
-   minimum, if one is negative), and the least without the sign (zeros and subnormals; the other extremum if all have
-   one sign). What they show to be rare is counted apart. Sums are those of float64, in which the square of a float32
-   is exact. */
+   Without the sign, the bits of an IEEE float order as its magnitude. So three integers describe a chunk nearly
+   completely: the greatest as signed (the maximum, if any number is positive), the greatest as unsigned (the minimum, if
+   any is negative), and the least without the sign (zeros and subnormals; the other extremum if all have one sign).
+   Rare cases that they reveal are counted separately. Sums are in float64, where the square of a float32 is exact. */
 
 #include <fenv.h>
 #include <math.h>
@@ -16,8 +15,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#define INTERFACE 8 /* as in kernel.py: raise both with every change of what they share */
-#define CHUNK 4096  /* numbers that stay in the first-level cache; 16-bit counters must hold as many */
+#define INTERFACE 8 /* as in scan.py: raise both when the interface changes */
+#define CHUNK 4096  /* numbers; they fit into the L1 cache, and their count into 16 bits */
 
 #if defined(__x86_64__)
 #define EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -43,7 +42,7 @@ static inline float float32_value(uint32_t bits)
     return value;
 }
 
-/* Exponent and fraction are moved to where a float32 has them; its exponents begin 112 lower. */
+/* Moves exponent and fraction to where a float32 has them; its exponent bias is 112 higher. */
 static inline float float16_value(uint16_t bits)
 {
     return float32_value(((uint32_t)(int16_t)bits << 13) & 0x8fffe000u) * 0x1p112f;
@@ -51,10 +50,10 @@ static inline float float16_value(uint16_t bits)
 
 static inline float bfloat16_value(uint16_t bits) { return float32_value((uint32_t)bits << 16); }
 
-/* Marks are the places of words with certain low bits. A block that was copied has its marks in both places, wherever
-   they are; of each there is its byte and a hash of the bytes from there on. */
-#define PIECE 128  /* words: few pieces have a mark, and only these are looked at word by word */
-#define CROWDED 64 /* one word in so many is a mark only where numbers are repeated, which is no copy */
+/* Marks are words with certain low bits: their offsets, each with a hash of the bytes from there on. A copied block has
+   the same marks in both places, whatever its alignment. */
+#define PIECE 128  /* words; only the few pieces with a mark are searched word by word */
+#define CROWDED 64 /* a mark in every 64 words or fewer comes from repeated numbers, not from a copy */
 #define HASHED 16  /* bytes */
 
 typedef struct {
@@ -63,7 +62,7 @@ typedef struct {
 
 typedef struct {
     uint32_t mask, wanted;
-    size_t place, room, found; /* `place` is the byte of the tensor at which the block begins */
+    size_t place, room, found; /* `place` is the offset of the block in the tensor, in bytes */
     Mark *marks;
 } Marks;
 
@@ -83,7 +82,7 @@ static inline uint64_t hash_at(const uint8_t *bytes)
     return mixed ^ (mixed >> 32);
 }
 
-/* Counts the words of a chunk of `length` bytes that may be marks. */
+/* Counts the words of a chunk of `length` bytes that are marks. */
 EACH_PROCESSOR static uint32_t matches(const void *chunk, size_t length, const Marks *m)
 {
     const uint32_t mask = m->mask, wanted = m->wanted;
@@ -93,7 +92,7 @@ EACH_PROCESSOR static uint32_t matches(const void *chunk, size_t length, const M
     return hits;
 }
 
-/* Marks `hits` words of a chunk, which begins at byte `place` of the block. */
+/* Stores the `hits` marks of a chunk at offset `place` of the block, in bytes. */
 EACH_PROCESSOR static void mark(const void *chunk, size_t length, size_t place, uint32_t hits, Marks *m)
 {
     const uint8_t *bytes = chunk;
@@ -113,9 +112,9 @@ EACH_PROCESSOR static void mark(const void *chunk, size_t length, size_t place, 
     }
 }
 
-/* The square of a float32 needs a float64. That of a number of 16 bits is exact as a float32, of which four pairs are
-   added up as such: that rounds by three parts in ten millions at most, and by nothing if all are of one size. */
-#define LANES 32 /* sums that are added up side by side, in a few registers */
+/* The square of a float32 needs a float64. That of a 16-bit number is exact in float32, and four pairs are summed in
+   float32: the relative rounding error is at most 3e-7. */
+#define LANES 32 /* parallel sums, in a few registers */
 
 #define SUM_OF_SINGLES                                                                                                 \
     double sums[LANES] = {0}, more[LANES] = {0};                                                                       \
@@ -165,7 +164,7 @@ EACH_PROCESSOR static void mark(const void *chunk, size_t length, size_t place, 
             SIGNED above = (SIGNED)(mask + 1);                                                                         \
             for (size_t i = 0; i < count; i++) {                                                                       \
                 UNSIGNED magnitude = p[i] & mask;                                                                      \
-                if (sizeof *p == 4) /* in the same pass: it would take another tenth of the time in one of its own */  \
+                if (sizeof *p == 4) /* a pass of its own would take a tenth longer */  \
                     hits += (p[i] & marks->mask) == marks->wanted;                                                     \
                 least = magnitude < least ? magnitude : least;                                                         \
                 top = p[i] > top ? p[i] : top;                                                                         \
@@ -177,7 +176,7 @@ EACH_PROCESSOR static void mark(const void *chunk, size_t length, size_t place, 
             UNSIGNED high = above < 0 ? 0 : (UNSIGNED)above, low = top >> sign ? top & mask : 0;                       \
             UNSIGNED largest = high > low ? high : low;                                                                \
             if (least < NORMAL) {                                                                                      \
-                UNSIGNED zeros = 0, small = 0; /* as narrow as the numbers, so that as many are counted at a time */   \
+                UNSIGNED zeros = 0, small = 0; /* as narrow as the numbers, for full vectors */   \
                 for (size_t i = 0; i < count; i++) {                                                                   \
                     small += (UNSIGNED)(p[i] & mask) < NORMAL;                                                         \
                     zeros += (UNSIGNED)(p[i] & mask) == 0;                                                             \
@@ -194,7 +193,7 @@ EACH_PROCESSOR static void mark(const void *chunk, size_t length, size_t place, 
                 }                                                                                                      \
             }                                                                                                          \
             double sum = 0, squares = 0;                                                                               \
-            if (largest >= LARGE || (largest && largest < SMALL)) { /* one after the other: some are out of bounds */  \
+            if (largest >= LARGE || (largest && largest < SMALL)) { /* one by one: some may not be finite or safe to square */  \
                 for (size_t i = 0; i < count; i++) {                                                                   \
                     UNSIGNED magnitude = p[i] & mask;                                                                  \
                     if (magnitude < INFINITE) {                                                                        \
@@ -223,7 +222,7 @@ SCAN(float32, uint32_t, int32_t, 0x00800000u, 0x7f800000u, 0, 0x7f800000u, SUM_O
 SCAN(float16, uint16_t, int16_t, 0x0400u, 0x7c00u, 0, 0x7c00u, SUM_OF_HALVES(float16_value))
 SCAN(bfloat16, uint16_t, int16_t, 0x0080u, 0x7f80u, 0x2400u, 0x5d80u, SUM_OF_HALVES(bfloat16_value))
 
-/* Adds up how often each byte is there. Four tables: adding to one entry twice in a row has to wait for the first. */
+/* Counts each byte value. Four tables: consecutive additions to one entry would have to wait for each other. */
 static void count_bytes(const uint8_t *bytes, size_t length, uint64_t *counts)
 {
     while (length) {
@@ -243,10 +242,9 @@ static void count_bytes(const uint8_t *bytes, size_t length, uint64_t *counts)
     }
 }
 
-/* Merges a low-rank adapter: weight += (two @ one) * scaling, with the rounding of torch. Each element of the product is
-   the sum over the rank from first to last, by fused multiply-adds: so do the kernels of MKL for ranks up to 192, and so
-   the result has the bits of torch's. Those for processors of Intel without AVX-512 have another order at the edges of a
-   matrix. */
+/* Merges a low-rank adapter: weight += (two @ one) * scaling, bit-equal to torch. Each element of the product is summed
+   over the rank in order, with fused multiply-adds, as MKL's kernels do for ranks up to 192. Its kernels for Intel
+   processors without AVX-512 sum in another order at the edges of a matrix. */
 int ckptfix_multiplies_as_torch(void)
 {
 #if defined(__x86_64__)
@@ -257,19 +255,19 @@ int ckptfix_multiplies_as_torch(void)
 #endif
 }
 
-#if defined(__x86_64__) /* a register: gcc takes vectors that are wider apart into single numbers */
+#if defined(__x86_64__) /* of a register; gcc would split wider vectors into single numbers */
 #define WIDTH 32
 #else
 #define WIDTH 16
 #endif
-typedef float Lanes __attribute__((vector_size(WIDTH), aligned(4), may_alias)); /* from any float on */
+typedef float Lanes __attribute__((vector_size(WIDTH), aligned(4), may_alias)); /* at any float */
 
-#define ROWS 4      /* of the weight, and */
-#define STRIP 16    /* of its columns: the sums of so many elements are in registers */
+#define ROWS 4      /* of the weight that are computed together, and */
+#define STRIP 16    /* of its columns: their sums fit into registers */
 #define VECTORS (STRIP * 4 / WIDTH)
-#define COLUMNS 512 /* so few that these columns of `one` stay in the first-level cache */
+#define COLUMNS 512 /* these columns of `one` fit into the L1 cache */
 
-/* It is not inlined, or the scaling would be fused with the addition to the weight. */
+/* Not inlined: the scaling would be fused with the addition to the weight. */
 __attribute__((noinline)) EACH_PROCESSOR static void product(const float *const two[ROWS], const float *one, size_t rank,
     size_t columns, float scaling, float change[ROWS][COLUMNS])
 {
@@ -300,7 +298,7 @@ static inline float whole_float16_value(uint16_t bits)
     return float32_value(float32_bits(float16_value(bits)) | infinite);
 }
 
-/* Rounded to nearest, ties to even. */
+/* Rounds to nearest, ties to even. */
 static inline uint16_t bfloat16_bits(float value)
 {
     uint32_t bits = float32_bits(value), rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
@@ -334,8 +332,8 @@ ADD(float32, float, AS_IS, AS_IS)
 ADD(float16, uint16_t, whole_float16_value, float16_bits)
 ADD(bfloat16, uint16_t, bfloat16_value, bfloat16_bits)
 
-/* `two` is [rows, rank]. `one` is [strips, rank, STRIP], that is in the order in which it is read, with zeros after the
-   last column: rows of a matrix would share a few lines of the cache, which took 1.5 times as long for rank 16. */
+/* `two` is [rows, rank]; `one` is [strips, rank, STRIP], in reading order and padded with zeros: rows of a plain matrix
+   would share few cache lines, which took 1.5 times as long for rank 16. */
 void ckptfix_add_product(int kind, void *weight, const float *two, const float *one, size_t rows, size_t width,
     size_t rank, float scaling, int rounds)
 {
@@ -347,7 +345,7 @@ void ckptfix_add_product(int kind, void *weight, const float *two, const float *
         size_t count = width - j < COLUMNS ? width - j : COLUMNS, columns = (count + STRIP - 1) / STRIP * STRIP;
         for (size_t i = 0; i < rows; i += ROWS) {
             const float *some[ROWS];
-            for (size_t row = 0; row < ROWS; row++) /* past the last one, once more */
+            for (size_t row = 0; row < ROWS; row++) /* repeats the last one */
                 some[row] = two + (i + row < rows ? i + row : rows - 1) * rank;
             product(some, one + j * rank, rank, columns, scaling, change);
             for (size_t row = 0; row < ROWS && i + row < rows; row++) {
@@ -366,13 +364,13 @@ void ckptfix_add_product(int kind, void *weight, const float *two, const float *
 
 int ckptfix_interface(void) { return INTERFACE; }
 
-/* `kind`: 0 float32, 1 float16, 2 bfloat16, at a multiple of their size. */
+/* `kind`: 0 float32, 1 float16, 2 bfloat16. `numbers` must be aligned. */
 void ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast, Figures *figures,
     Marks *marks)
 {
     fenv_t before;
     fegetenv(&before);
-    fesetenv(FE_DFL_ENV); /* subnormals are not flushed, whatever mode the program is in */
+    fesetenv(FE_DFL_ENV); /* subnormals must not be flushed, whatever mode the program set */
     Figures found = {.first = -1, .minimum = INFINITY, .maximum = -INFINITY};
     if (kind == 0)
         float32_scan(numbers, length, cast, &found, marks);
@@ -384,12 +382,12 @@ void ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast
     *figures = found;
 }
 
-/* Counts how often each of the 256 bytes is there. */
+/* Counts each of the 256 byte values. */
 void ckptfix_count(const uint8_t *bytes, size_t length, uint64_t *counts) { count_bytes(bytes, length, counts); }
 
-/* Finds equal hashes: stores the place of each hash that is there again, and the next place where it is, and returns how
-   many pairs there are. Hashes of two equal halves are left out: they are those of repeated numbers. `table` has `slots`
-   zeros, a power of two and more than `count`; `pairs` has room for two places of each hash. */
+/* Finds equal hashes: stores the index of each repeated hash and that of its next occurrence, and returns the number of
+   such pairs. Hashes with two equal halves are skipped: they come from repeated numbers. `table` has `slots` zeros, a
+   power of two greater than `count`; `pairs` has room for two indices per hash. */
 size_t ckptfix_pairs(const uint64_t *hashes, size_t count, uint32_t *table, size_t slots, uint32_t *pairs)
 {
     size_t found = 0;
@@ -402,7 +400,7 @@ size_t ckptfix_pairs(const uint64_t *hashes, size_t count, uint32_t *table, size
             slot = (slot + 1) & (slots - 1);
         if (table[slot])
             pairs[2 * found] = table[slot] - 1, pairs[2 * found + 1] = (uint32_t)i, found++;
-        table[slot] = (uint32_t)i + 1; /* the next one makes a pair with this one */
+        table[slot] = (uint32_t)i + 1; /* the next occurrence is paired with this one */
     }
     return found;
 }

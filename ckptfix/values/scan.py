@@ -1,7 +1,7 @@
-"""The figures of tensors, gathered block by block, by several threads side by side.
+"""Computes the statistics of tensors block by block, in several threads.
 
-A block is looked at by the compiled kernel if it knows its numbers, else by numpy. Large tensors are cut into parts,
-whose figures are joined in their order: they do not depend on the number of threads."""
+Blocks go to the compiled kernel if it supports their dtype, else to numpy. Large tensors are split into parts, whose
+statistics are joined in order, so the result does not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ckptfix.values.decode import Array, Encoding, Narrowing, encoding
 from ckptfix.values.tally import BLOCK, join, nonfinite_units, tally_codes, tally_integers, tally_units
 from ckptfix.values.walk import Walk
 
-PART = 1 << 23  # bytes of a part, which one thread looks at
-FEW = 1 << 12  # bytes of integers that are looked at without numpy, whose import takes longer than a small file
-SAMPLED = 256  # numbers of a tensor that are kept for a histogram
+PART = 1 << 23  # bytes of a part, which one thread scans
+FEW = 1 << 12  # bytes of integers scanned without numpy, whose import takes longer than a small file
+SAMPLED = 256  # numbers of a tensor kept for its histogram
 
-# Bytes that a thread looks at in one go: a signal waits for as many, and handing over fewer would take longer.
+# Bytes that a thread scans per task. Signals are handled between tasks; smaller tasks cost more than they save.
 BATCH = 1 << 25
 
 
 class Scanner:
-    """Gathers the figures of one tensor, or of a part of it, from its bytes in any blocks of whole elements.
+    """Accumulates the statistics of a tensor, or of a part of it, from blocks of whole elements.
 
-    ``order`` maps positions in the order of feeding (an int64 array of element numbers) to row-major indices; None
-    if that is the order in which the elements are fed. ``narrowing`` is the cast of which to count the losses.
-    ``position`` is that of the first element that is fed. One word in 2^``rarity`` is marked, none if that is 0."""
+    ``order`` maps positions in feeding order (an int64 array of element numbers) to row-major indices; None if the
+    elements are fed in row-major order. ``narrowing`` is a cast whose losses are counted. ``position`` is that of the
+    first element fed. One word in 2^``rarity`` is marked; none if it is 0."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Scanner:
         self.found = TensorStatistics()  # of everything that was fed
 
     def feed(self, block: memoryview) -> None:
-        """Take in the next bytes. Raises ``ValueError`` if they are not a whole number of elements."""
+        """Add the next bytes. Raises ``ValueError`` if they are not a whole number of elements."""
         if block.nbytes % (self._encoding.itemsize * self._encoding.units):
             raise ValueError(f"{block.nbytes} bytes are not a whole number of elements")
         if not block.nbytes:
@@ -68,11 +68,11 @@ class Scanner:
         self._position += block.nbytes // self._encoding.itemsize // self._encoding.units
         if self.found.numel:
             join(self.found, found)
-        else:  # as of nearly all tensors
+        else:  # true of nearly all tensors
             self.found = found
 
     def _least_index(self, block: memoryview) -> int:
-        """Return the row-major index of the first number that is not finite, of a block that has some."""
+        """Return the row-major index of the first non-finite number of a block that has one."""
         assert self._order is not None
         units = np.frombuffer(block, self._encoding.unit)
         found = self._position + nonfinite_units(units, self._encoding) // self._encoding.units
@@ -82,7 +82,7 @@ class Scanner:
 def _tally(
     block: memoryview, encoding: Encoding, narrowing: Narrowing | None = None, rarity: int = 0, at: int = 0
 ) -> TensorStatistics:
-    """Return the figures of the numbers of a block; ``first_nonfinite`` counts units. Only the kernel makes marks."""
+    """Return the statistics of a block; ``first_nonfinite`` counts units. Only the kernel makes marks."""
     compiled = kernel()
     if compiled is not None and encoding.part in KINDS:
         return compiled.tally(block, encoding, narrowing, rarity, at)
@@ -91,15 +91,14 @@ def _tally(
     units = np.frombuffer(block, dtype=encoding.unit)
     if compiled is not None and encoding.itemsize == 1:
         return tally_codes(units, compiled.count(block), encoding, narrowing)
-    with np.errstate(all="ignore"):  # NaN, infinities and subnormals are what we look for
+    with np.errstate(all="ignore"):  # NaN, infinities and subnormals are expected here
         return tally_units(units, encoding, narrowing)
 
 
 class ScanPart(NamedTuple):
-    """Elements ``start`` to ``stop`` of a walk. ``proved`` is the storage whose checksum is worked out on the way,
-    ``place`` the byte of the file at which the tensor begins, if words of it are kept, ``row`` the bytes of a row of a
-    matrix that may have faint ones, ``distance`` the bytes from one number of the sample to the next, and ``rarity``
-    that of the marks."""
+    """Elements ``start`` to ``stop`` of a walk. ``proved`` is the storage whose checksum is computed on the way;
+    ``place`` the tensor's offset in the file, if words of it are kept; ``row`` the bytes of a row, if the matrix may
+    have faint ones; ``distance`` the bytes between two numbers of the sample; ``rarity`` as for ``Scanner``."""
 
     walk: Walk
     stored: Encoding
@@ -114,8 +113,8 @@ class ScanPart(NamedTuple):
     rarity: int = 0
 
     def look(self, given: Iterable[memoryview] | None = None) -> TensorStatistics:
-        """Return the figures of the bytes that are given, or else of those in the file. Raises ``UnreadableError`` if
-        these are not there."""
+        """Return the statistics of the given bytes, or of those in the file. Raises ``UnreadableError`` if the file is
+        too short."""
         order = None if self.walk.is_row_major else self.walk.logical_order
         scanner, crc = Scanner(self.stored, order, self.narrowing, self.start, self.rarity), 0
         words: list[bytes] = []
@@ -141,7 +140,7 @@ _UNSIGNED: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: 
 
 
 def _sampled(block: memoryview, at: int, step: int, size: int) -> bytes:
-    """Return the units of ``size`` bytes at each multiple of ``step`` that are whole in a block, which begins at byte
+    """Return the units of ``size`` bytes at each multiple of ``step`` that lie within a block, which begins at byte
     ``at``."""
     rest = block[-at % step :]
     units = rest[: rest.nbytes - rest.nbytes % size].cast(_UNSIGNED[size])
@@ -150,7 +149,7 @@ def _sampled(block: memoryview, at: int, step: int, size: int) -> bytes:
 
 
 def _decoded(units: bytes, stored: Encoding) -> bytes:
-    """Return numbers as the bytes of float32."""
+    """Convert numbers to float32, and return their bytes."""
     if stored.part == "float32" or not units:
         return units
     if (numbers := DTYPES[stored.part].few(units)) is not None:
@@ -159,30 +158,30 @@ def _decoded(units: bytes, stored: Encoding) -> bytes:
 
 
 def _distance(numel: int) -> int:
-    """Return how far apart ``SAMPLED`` of the numbers are, at least.
+    """Return the step at which at most ``SAMPLED`` of the numbers are sampled.
 
-    It has no divisor in common with their count, so that the sample is not of a few columns of a matrix."""
+    It has no common divisor with their count, or the sample would come from a few columns of a matrix."""
     distance = -(-numel // SAMPLED)
     while math.gcd(distance, numel) > 1:
         distance += 1
     return distance
 
 
-_FAINT = Narrowing(math.nextafter(FAINT, 0), math.inf)  # float16 has no such small numbers
+_FAINT = Narrowing(math.nextafter(FAINT, 0), math.inf)  # no float16 is that small
 
 
 Edges = Sequence[tuple[int, int]]
 
 
 def parts_of(spec: TensorSpec, narrowing: Narrowing | None, edges: Edges = (), rarity: int = 0) -> list[ScanPart]:
-    """Return the parts of a strided tensor that has elements, and a storage; ``edges`` are the first and one past the
-    last element of each, if they are not to be chosen. ``rarity`` is for the marks of matrices in a file."""
+    """Split a non-empty strided tensor with a storage into parts. ``edges`` gives the first element of each, and one
+    past the last; by default they are chosen here. ``rarity`` is for the marks of matrices in a file."""
     dtype, stored, walk, storage = DTYPES[spec.dtype], encoding(spec.dtype), Walk(spec), spec.storage
     assert stored is not None, f"{spec.dtype} holds no numbers"
     cast = narrowing if dtype.is_float else None
     size, distinct = dtype.itemsize, walk.distinct
     nbytes = distinct * size
-    # A checksum is that of a whole storage, from front to back.
+    # A checksum covers a whole storage in order.
     is_whole = storage is not None and not spec.offset and nbytes == storage.nbytes and walk.is_plain
     proved = storage if is_whole and storage is not None and is_pending(storage) else None
     place, row, is_marked = _samples(spec, walk)
@@ -199,7 +198,7 @@ def parts_of(spec: TensorSpec, narrowing: Narrowing | None, edges: Edges = (), r
 
 
 def _samples(spec: TensorSpec, walk: Walk) -> tuple[int | None, int, bool]:
-    """Return at which byte of the file a tensor begins and how many bytes a row has, if these are looked at, and
+    """Return a tensor's offset in the file, if words of it are kept; the bytes of a row, if rows are examined; and
     whether it is marked."""
     storage = spec.storage
     if len(spec.shape) < 2 or not walk.is_plain or storage is None or not DTYPES[spec.dtype].is_float:
@@ -211,16 +210,16 @@ def _samples(spec: TensorSpec, walk: Walk) -> tuple[int | None, int, bool]:
 
 
 def looks(parts: Sequence[ScanPart]) -> Iterator[TensorStatistics]:
-    """Yield the figures of parts, of one or of many tensors, in their order."""
+    """Yield the statistics of parts, of one or more tensors, in order."""
     batches = list(batched(parts, lambda part: part.nbytes, BATCH))
     return chain.from_iterable(side_by_side(lambda batch: [part.look() for part in batch], batches))
 
 
 def channels_with(spec: TensorSpec, chosen: Callable[[Array], Array], least: int = 1) -> tuple[int, ...]:
-    """Return the places along the first dimension with at least ``least`` numbers of a kind.
+    """Return the indices along the first dimension with at least ``least`` chosen numbers.
 
-    ``chosen`` makes a mask of an array of float32 or float64. Empty for what has no channels: a 0-d or sparse tensor,
-    and one that repeats a single channel. Raises ``UnreadableError`` if the bytes are not in the file."""
+    ``chosen`` returns a mask for an array of float32 or float64. Returns nothing for tensors without channels: 0-d and
+    sparse ones, and those that repeat a single channel. Raises ``UnreadableError`` if the file is too short."""
     stored = encoding(spec.dtype)
     if stored is None or stored.units != 1 or spec.storage is None or spec.parts or not spec.numel:
         return ()
@@ -234,7 +233,7 @@ def channels_with(spec: TensorSpec, chosen: Callable[[Array], Array], least: int
         units = np.frombuffer(block, dtype=stored.unit)
         for start in range(0, len(units), BLOCK):
             part = units[start : start + BLOCK]
-            with np.errstate(all="ignore"):  # NaN and infinities are what some look for
+            with np.errstate(all="ignore"):  # some callers look for NaN and infinities
                 positions = seen + np.flatnonzero(chosen(stored.decode(part)))
             if len(positions):
                 places = positions if walk.is_row_major else walk.logical_order(positions)
@@ -246,7 +245,7 @@ def channels_with(spec: TensorSpec, chosen: Callable[[Array], Array], least: int
 
 
 def first_units(spec: TensorSpec, count: int) -> Array:
-    """Return the first numbers of a floating tensor as they are stored, ``count`` of them at most."""
+    """Return up to ``count`` of the first numbers of a float tensor, as stored."""
     stored = encoding(spec.dtype)
     assert stored is not None, f"{spec.dtype} holds no numbers"
     for block in Walk(spec).blocks():
@@ -256,17 +255,17 @@ def first_units(spec: TensorSpec, count: int) -> Array:
 
 
 def first_numbers(spec: TensorSpec, count: int) -> Array:
-    """Return the same, decoded."""
+    """Return up to ``count`` of the first numbers of a float tensor, as float64."""
     units, stored = first_units(spec, count), encoding(spec.dtype)
     assert stored is not None
     return stored.decode(units).astype(np.float64)
 
 
 LIBRARY = Path(__file__).parent / "_kernel.so"
-INTERFACE = 8  # As in `kernel.c`. A library of another interface was built from other sources, and is not used.
+INTERFACE = 8  # as in `kernel.c`; a library with another interface was built from other sources and is not used
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 MARK = 16  # bytes of a mark
-STRIP = 16  # columns that `ckptfix_add_product` takes at a time
+STRIP = 16  # columns that `ckptfix_add_product` processes at a time
 
 
 class _Figures(ctypes.Structure):
@@ -294,7 +293,7 @@ _NO_CAST, _NO_MARKS = _Cast(), _Marks()
 
 
 class Kernel:
-    """The library."""
+    """The compiled library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._scan, self._count = library.ckptfix_scan, library.ckptfix_count
@@ -316,9 +315,9 @@ class Kernel:
     def merge(
         self, dtype: str, rows: memoryview, two: Array, one: Array, width: int, scaling: float, rounds: bool
     ) -> None:
-        """Add a scaled product to rows of ``width`` numbers.
+        """Add a scaled product to rows of ``width`` numbers in place.
 
-        ``two`` is [rows, rank], contiguous float32, and ``one`` the ``strips`` of [rank, width]. With ``rounds``, the
+        ``two`` is [rows, rank], contiguous float32; ``one`` is [rank, width], cut by ``strips``. With ``rounds``, the
         product is rounded to ``dtype`` before it is added."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(rows))
         self._merge(
@@ -328,10 +327,10 @@ class Kernel:
     def tally(
         self, block: memoryview, encoding: Encoding, narrowing: Narrowing | None, rarity: int = 0, at: int = 0
     ) -> TensorStatistics:
-        """Return the figures of the floats of a block, of one of the ``KINDS``; ``first_nonfinite`` counts units."""
+        """Return the statistics of a block of one of the ``KINDS``; ``first_nonfinite`` counts units."""
         cast, marks, kept = _NO_CAST if narrowing is None else _Cast(*narrowing, 1), _NO_MARKS, b""
         if rarity:
-            # Of 16-bit numbers, a word has two, of which the exponents say little.
+            # A word holds two 16-bit numbers, whose exponents vary little.
             mask = (1 << rarity) - 1 << 4 if encoding.itemsize == 4 else 0x7F | ((1 << rarity - 7) - 1) << 16
             room = (block.nbytes >> rarity) + 16
             buffer = ctypes.create_string_buffer(room * MARK)
@@ -358,14 +357,15 @@ class Kernel:
         )
 
     def count(self, block: memoryview) -> Array:
-        """Return how often each of the 256 bytes is there."""
+        """Return how often each of the 256 byte values occurs."""
         counts = np.zeros(256, np.uint64)
         self._count(_aligned(block, 1), block.nbytes, counts.ctypes.data)
         return counts
 
     def pairs(self, hashes: bytes) -> memoryview:
-        """Return the places of equal hashes, as 32-bit integers: of each and of the next one that is equal. Hashes have
-        64 bits; those of two equal halves are left out."""
+        """Return the index of each repeated 64-bit hash, followed by the index of its next occurrence, as uint32.
+
+        Hashes with two equal halves are skipped."""
         count = len(hashes) // 8
         table = (ctypes.c_uint32 * (1 << (count + count // 2).bit_length()))()
         pairs = (ctypes.c_uint32 * (2 * count))()
@@ -374,8 +374,7 @@ class Kernel:
 
 
 def _aligned(block: memoryview, size: int) -> object:
-    """Return a block as an argument of the library; as a copy if it cannot be written to, or begins at another address
-    than a multiple of ``size``."""
+    """Return a block as an argument for the library; a copy if it is read-only, or not aligned to ``size``."""
     first = None if block.readonly else ctypes.c_char.from_buffer(block)
     if first is None or ctypes.addressof(first) % size:
         first = ctypes.c_char.from_buffer(bytearray(block))
@@ -383,7 +382,7 @@ def _aligned(block: memoryview, size: int) -> object:
 
 
 def strips(matrix: Array) -> Array:
-    """Return a float32 matrix cut into strips of columns, [strips, rows, ``STRIP``], with zeros after the last one."""
+    """Cut a float32 matrix into strips of columns: [strips, rows, ``STRIP``], padded with zeros."""
     rows, width = matrix.shape
     padded = np.zeros((rows, -(-width // STRIP) * STRIP), np.float32)
     padded[:, :width] = matrix
@@ -392,9 +391,9 @@ def strips(matrix: Array) -> Array:
 
 @cache
 def kernel() -> Kernel | None:
-    """Return the library, None if none was built, or none that this machine can run."""
+    """Load the library. Returns None if it was not built, or not for this machine."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
-    except OSError:  # there is none, or it was built for another machine
+    except OSError:
         return None
     return Kernel(library) if library.ckptfix_interface() == INTERFACE else None
