@@ -24,6 +24,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import DOUBTS, clause
 from ckptfix.core.lazy import nn
 from ckptfix.core.option import CHECK, REPAIR
+from ckptfix.core.plan import Plan
 from ckptfix.core.report import Call, Repair, Report
 from ckptfix.engine.diagnosis import carry_out, diagnose, report_on, with_fitting_set
 from ckptfix.engine.validation import checked_settings
@@ -36,7 +37,6 @@ from ckptfix.report.display import log_choice, log_edits, refuse_misfit
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ckptfix.core.plan import Plan
     from ckptfix.core.settings import CheckSettings, RepairSettings
     from ckptfix.modules.factory import ModelArguments
 
@@ -50,6 +50,8 @@ def open_checkpoint(
     file in an archive. ``salvage`` opens a damaged file for the tensors that are intact; ``Checkpoint.lost`` has the
     rest. Warns with ``DamageWarning`` about tensors that may be damaged. Raises ``UnreadableError``, which states the
     cause, if the file has no weights."""
+    if weights is not None and not isinstance(weights, str):
+        raise UsageError(f"weights is of type {type(weights).__name__}; give the name of a state_dict, such as '[0]'")
     checkpoint = open_file(os.fspath(path), weights, salvage=salvage, member=member)
     if doubts := dict.fromkeys(map(clause, checkpoint.remarked(*DOUBTS))):
         text = f"{checkpoint.path}: tensors may differ from what was saved: {'; '.join(doubts)}"
@@ -113,6 +115,10 @@ def repair(
 
             raise UsageError(f"{source}: only a file on this machine can be repaired; {download_advice(str(source))}")
         output, beside, in_place = None, False, False
+    if plan is not None and not isinstance(plan, Plan):
+        raise UsageError(
+            f"plan is of type {type(plan).__name__}; give a Plan, for example Plan.from_json(json.load(file))"
+        )
     before = state_of(source) if in_place else None
     checked = checked_settings(settings, model, like)
     places = {"output": output, "beside": beside, "in_place": in_place, "backup": backup}

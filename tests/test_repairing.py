@@ -506,6 +506,17 @@ def test_a_passed_forward_test(file, factories, tmp_path):
     assert report.exit_code == 0
 
 
+def test_an_argument_of_another_type_is_named(tmp_path: Path) -> None:
+    state: Any = {"a": torch.ones(2)}
+    torch.save(state, tmp_path / "a.pth")
+    with pytest.raises(ckptfix.UsageError, match=r"^like is of type dict; give the path"):
+        ckptfix.check(state, like=state)
+    with pytest.raises(ckptfix.UsageError, match=r"^plan is of type str; give a Plan"):
+        ckptfix.repair(state, plan="plan.json")  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(ckptfix.UsageError, match=r"^weights is of type int; give the name"):
+        ckptfix.open_checkpoint(tmp_path / "a.pth", weights=0)  # type: ignore[arg-type]  # that is the point
+
+
 def test_a_type_checker_knows_the_settings(file):
     """Mypy reports a comment that ignores nothing, so each of these is an error for it."""
     with pytest.raises(ckptfix.UsageError, match="did you mean 'fill'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,10 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
 
 def _check_target(settings: Settings, model: object, like: object) -> None:
     """Raise ``UsageError`` if the settings need a model or a reference file that is not given."""
+    if like is not None and not isinstance(like, (str, os.PathLike)):
+        raise UsageError(
+            f"like is of type {type(like).__name__}; give the path of a checkpoint, or the model itself as model"
+        )
     has_factory, has_target = isinstance(model, str), model is not None or like is not None
     factory, target = Opt("model", "pkg.mod:factory"), (Opt("model"), " or ", Opt("like"))
     if model is not None and like is not None:
