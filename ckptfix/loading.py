@@ -63,11 +63,11 @@ def load(
         return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
     if assign:
         raise UsageError("assign=True gives the model new parameters that the optimizer lacks; omit it")
-    from ckptfix.resuming import load_state, resume  # most loads do not need the rules for optimizers
+    from ckptfix.resuming import loaded_state, resume  # most loads do not need the rules for optimizers
 
     resumed = resume(source, model, optimizer, settings)
-    load_state(optimizer, resumed)
-    load_strictly(model, resumed.repaired.checkpoint, map_location, mmap=mmap)
+    with loaded_state(optimizer, resumed):
+        load_strictly(model, resumed.repaired.checkpoint, map_location, mmap=mmap)
     kept = ", ".join(resumed.kept)
     remarks = (
         (f"the optimizer's groups differ from the saved ones: {kept} stay as your script set them",) if kept else ()

@@ -5,7 +5,8 @@ optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -19,7 +20,7 @@ from ckptfix.core.target import LOAD_ERRORS, target_from_module
 from ckptfix.engine.diagnosis import with_fitting_set
 from ckptfix.engine.optimizers import regrouped
 from ckptfix.engine.validation import checked_settings
-from ckptfix.errors import Opt, TargetError, UsageError
+from ckptfix.errors import CkptfixError, Opt, TargetError, UsageError
 from ckptfix.maps.optimizer_states import Optimizer, optimizers_of
 from ckptfix.reading.opening import Source, open_source
 from ckptfix.reading.tensors import revive_tree
@@ -93,11 +94,17 @@ def resume(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, s
     return Resumed(repaired, state, _take_options(state["param_groups"], followed, optimizer.param_groups))
 
 
-def load_state(optimizer: torch.optim.Optimizer, resumed: Resumed) -> None:
-    """Load the state into the optimizer; if that fails, leave the optimizer unchanged and raise ``TargetError``."""
+@contextmanager
+def loaded_state(optimizer: torch.optim.Optimizer, resumed: Resumed) -> Iterator[None]:
+    """Load the state into the optimizer before the block, and undo that if the block fails. Raises ``TargetError`` if
+    torch refuses the state."""
     before = dict(vars(optimizer))
     try:
         optimizer.load_state_dict(resumed.state)
+        yield
+    except CkptfixError:
+        vars(optimizer).update(before)
+        raise
     except LOAD_ERRORS as error:
         vars(optimizer).update(before)
         raise TargetError(

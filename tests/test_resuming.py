@@ -731,6 +731,20 @@ def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> Non
         ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
 
 
+def test_an_optimizer_stays_as_it_was_if_the_models_own_hook_fails(tmp_path: Path) -> None:
+    class Stubborn(Layers):
+        def _load_from_state_dict(self, *given: Any) -> None:
+            raise RuntimeError("no")
+
+    model = Layers("a", "b")
+    trained_file(tmp_path / "run.pth", model, adamw(model))
+    new = Stubborn("a", "b")
+    own = torch.optim.AdamW(new.parameters(), lr=1.0)
+    with pytest.raises(TargetError, match="torch fails to load it into Stubborn"):
+        ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
+    assert (own.state, own.param_groups[0]["lr"]) == ({}, 1.0)
+
+
 def test_groups_that_a_script_makes_otherwise_are_said_and_load_in_it(tmp_path: Path) -> None:
     """Vectors and matrices were two groups; of a kernel, nothing tells whether it is one of the matrices or a third."""
 
