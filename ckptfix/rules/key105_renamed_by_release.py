@@ -1,4 +1,4 @@
-"""KEY105 renamed-by-release: names that a release of torch or torchvision changed, or that peft adds.
+"""KEY105 renamed-by-release: names that a release changed, that peft adds, or that another framework gives to norms.
 
 ## What it finds
 Keys that a known change of a module renamed, in either direction:
@@ -10,6 +10,8 @@ Keys that a known change of a module renamed, in either direction:
 | | `weight_u`, `weight_v` | `parametrizations.weight.0._u`, `….0._v` |
 | DenseNet (torchvision 0.2) | `denselayer1.norm.1.weight` | `denselayer1.norm1.weight` |
 | LayerNorm (BERT of TensorFlow) | `gamma`, `beta` | `weight`, `bias` |
+| BatchNorm (TensorFlow, MindSpore) | `moving_mean`, `moving_variance` or `moving_var` | `running_mean`, `running_var` |
+| BatchNorm (Paddle; JAX) | `_mean`, `_variance`; `mean`, `var` or `variance` | `running_mean`, `running_var` |
 | peft, an adapter's file | `lora_A.weight`, `ia3_l` | `lora_A.default.weight`, `ia3_l.default` |
 | peft, the layer under an adapter | `q_proj.weight` | `base_model.model.….q_proj.base_layer.weight` |
 
@@ -90,6 +92,14 @@ REWRITES = (
     ),
     ReleaseRename("LayerNorm", "{module}gamma", "{module}weight"),
     ReleaseRename("LayerNorm", "{module}beta", "{module}bias"),
+    *(
+        ReleaseRename("BatchNorm", f"{{module}}{name}", "{module}running_mean")
+        for name in ("moving_mean", "_mean", "mean")
+    ),
+    *(
+        ReleaseRename("BatchNorm", f"{{module}}{name}", "{module}running_var")
+        for name in ("moving_variance", "moving_var", "_variance", "variance", "var")
+    ),
     ReleaseRename("peft", "{module}{adapter}.weight", "{module}{adapter}.default.weight"),
     ReleaseRename("peft", "{module}{adapter}", "{module}{adapter}.default"),
     ReleaseRename("peft", "{module}{adapter}", "{module}{adapter}.default.weight"),

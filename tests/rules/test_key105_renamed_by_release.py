@@ -50,6 +50,10 @@ def old_spectral_norm(module: nn.Module) -> nn.Module:
         pytest.param({"my_gamma": torch.ones(4)}, with_keys(my_weight=(4,)), id="gamma is a part of the segment"),
         pytest.param({"weight_g": torch.ones(4)}, with_keys(weight=(4,)), id="the norm was removed, not rewritten"),
         pytest.param({"norm.1.weight": torch.ones(4)}, with_keys(norm1__weight=(4,)), id="not a dense layer"),
+        pytest.param(
+            {"moving_mean": torch.ones(4), "running_mean": torch.ones(4)}, nn.BatchNorm1d(4), id="both statistics"
+        ),
+        pytest.param({"mean": torch.ones(3)}, nn.BatchNorm1d(4), id="the mean of images, not of a norm"),
         pytest.param({"weight": torch.ones(4)}, nn.LayerNorm(4), id="all is well"),
     ],
 )
@@ -92,6 +96,20 @@ PAIRS = [
         lambda: with_keys(norm__gamma=(4,), norm__beta=(4,)),
         lambda: with_keys(norm__weight=(4,), norm__bias=(4,)),
         id="LayerNorm",
+    ),
+    *(
+        pytest.param(
+            lambda names=names: with_keys(**{f"bn__{name}": (4,) for name in names}),
+            lambda: with_keys(bn__running_mean=(4,), bn__running_var=(4,)),
+            id=f"BatchNorm with {' and '.join(names)}",
+        )
+        for names in (
+            ("moving_mean", "moving_variance"),
+            ("moving_mean", "moving_var"),
+            ("_mean", "_variance"),
+            ("mean", "variance"),
+            ("mean", "var"),
+        )
     ),
     pytest.param(
         lambda: with_keys(q__lora_A__weight=(2, 4), q__ia3_l=(4,)),
@@ -137,3 +155,9 @@ def test_the_finding_names_the_rewrite():
     assert finding.evidence == {"rewrites": {"weight_norm": 2}}
     assert finding.fix is not None
     assert finding.fix.applicability == Applicability.SAFE
+
+
+def test_statistics_under_another_name_are_not_exchanged():
+    state = {"bn.var": torch.full((4,), 2.0), "bn.mean": torch.full((4,), 3.0)}
+    found = repaired(renamed_by_release, state, nn.ModuleDict({"bn": nn.BatchNorm1d(4)}))
+    assert {key: value[0].item() for key, value in found.items()} == {"bn.running_var": 2.0, "bn.running_mean": 3.0}
