@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.reading.archives.wrapped import BESIDE_LIMIT
 from tests.checks import assert_same, bytes_of
 
 
@@ -172,3 +173,15 @@ def test_another_file_of_an_archive(tmp_path: Path, method: int) -> None:
     assert (finding.code, finding.message) == ("FIL201", "1 other file of the archive with wrong bytes: data")
     assert ckptfix.check(tmp_path / "agent.zip", values=False, select=["FIL2"]).findings == ()
     assert_same(dict(ckptfix.open_checkpoint(tmp_path / "agent.zip").state_dict()), state_dict)
+
+
+def test_files_much_larger_than_the_checkpoint_are_not_read_for_it(tmp_path: Path) -> None:
+    whole, _ = _saved(tmp_path)
+    with zipfile.ZipFile(tmp_path / "agent.zip", "w") as archive:
+        archive.write(whole, "policy.pth")
+        archive.writestr("data", bytes(range(256)) * (BESIDE_LIMIT * whole.stat().st_size // 256 + 1))
+        place = archive.getinfo("data").header_offset
+    data = bytearray((tmp_path / "agent.zip").read_bytes())
+    data[place + 60] ^= 0x10
+    (tmp_path / "agent.zip").write_bytes(data)
+    assert ckptfix.check(tmp_path / "agent.zip", select=["FIL2"]).findings == ()

@@ -166,6 +166,7 @@ def _wraps(head: bytes) -> bool:
     return head[:4] == b"PK\x03\x04" or unpacking.sniff(content) is not None or tar_members.sniff(content)
 
 
+BESIDE_LIMIT = 8  # total size of other files that are examined, as a multiple of the checkpoint's
 OVERLAP_LIMIT = 4  # total size of files as a multiple of the archive's: a damaged entry or two may claim any size
 
 # bzip2 members whose first bytes are read: each requires unpacking a block of 900 KB.
@@ -221,18 +222,22 @@ def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
 def damaged_beside(content: Content, chosen: str) -> list[str]:
     """Return the files of a zip archive, except for the chosen one, whose bytes are damaged.
 
-    Unpacks at most ``OVERLAP_LIMIT`` times the archive's size; files beyond that are not examined."""
-    members = _zip_members(content)[0] if is_zip_of_files(content) else []
-    left = OVERLAP_LIMIT * len(content)
+    The smallest files are examined, up to ``BESIDE_LIMIT`` times the size of the chosen one together: an optimizer, but
+    not all checkpoints of a large archive for each of them."""
+    index = list_members(content) if is_zip_of_files(content) else None
+    members = {info.name: info for info in index.members} if index is not None else {}
+    if index is None or chosen not in members:  # the chosen one may be in an archive inside this one
+        return []
+    left = BESIDE_LIMIT * members.pop(chosen).size
     found: list[str] = []
-    for member in members:
+    for name, info in sorted(members.items(), key=lambda item: item[1].size):
         damage: list[Fact] = []
         with suppress(UnreadableError):  # packed or encrypted in a way that cannot be read
-            for block, _ in member.blocks(damage) if member.name != chosen else ():
+            for block, _ in _blocks(content, index, info, damage) if info.size <= left else ():
                 left -= len(block)
                 if left < 0:
                     return found
-            found += [member.name] * bool(damage)
+            found += [name] * bool(damage)
     return found
 
 
