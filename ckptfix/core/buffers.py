@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 NUM_BATCHES_TRACKED = "num_batches_tracked"  # the counter of BatchNorm and InstanceNorm; 0-d, int64
 COUNTED_SINCE = "0.4.1"  # the release of torch that added `num_batches_tracked`
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", NUM_BATCHES_TRACKED})  # the buffers of a BatchNorm
+# The same in TensorFlow and MindSpore.
+MOVING_STATISTICS = {"moving_mean": "running_mean", "moving_variance": "running_var", "moving_var": "running_var"}
 
 # Last segments of buffers that come and go between releases, with their origin.
 TRANSIENT: Mapping[str, str] = {

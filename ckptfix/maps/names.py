@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
+from ckptfix.core.buffers import MOVING_STATISTICS
+
 CONCEPTS = """
 attention: attn attention selfattn selfattention selfattns mha mhsa msa
 cross: cross crossattn crossattention encdec encoderattn
@@ -175,7 +177,7 @@ _SECOND = re.compile(r"(layer_?|batch_?)?(norm|ln)_?2")
 
 
 # Names of a layer's tensors in JAX and TensorFlow. `gamma` is a weight only next to `beta`: it is also a layer's scale.
-_TORCH_NAMES = {"kernel": "weight", "moving_mean": "running_mean", "moving_variance": "running_var"}
+_TORCH_NAMES = {"kernel": "weight", **MOVING_STATISTICS}
 _OF_NORMS = {"gamma": "weight", "beta": "bias"}
 
 

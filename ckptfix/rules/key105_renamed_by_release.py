@@ -44,6 +44,7 @@ from functools import cache
 
 from msgspec import Struct
 
+from ckptfix.core.buffers import MOVING_STATISTICS
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import Finding, Fix, Level, counted
@@ -58,6 +59,13 @@ _FIELDS = {
     "index": "[12]",
     "leaf": r"[^.]+",
     "adapter": r"(?:lora|ia3|hada|lokr|vera|oft|boft)_[^.]+",
+}
+
+
+_STATISTICS = {
+    **MOVING_STATISTICS,
+    **dict.fromkeys(("_mean", "mean"), "running_mean"),  # Paddle, JAX
+    **dict.fromkeys(("_variance", "variance", "var"), "running_var"),
 }
 
 
@@ -92,14 +100,7 @@ REWRITES = (
     ),
     ReleaseRename("LayerNorm", "{module}gamma", "{module}weight"),
     ReleaseRename("LayerNorm", "{module}beta", "{module}bias"),
-    *(
-        ReleaseRename("BatchNorm", f"{{module}}{name}", "{module}running_mean")
-        for name in ("moving_mean", "_mean", "mean")
-    ),
-    *(
-        ReleaseRename("BatchNorm", f"{{module}}{name}", "{module}running_var")
-        for name in ("moving_variance", "moving_var", "_variance", "variance", "var")
-    ),
+    *(ReleaseRename("BatchNorm", f"{{module}}{old}", f"{{module}}{new}") for old, new in _STATISTICS.items()),
     ReleaseRename("peft", "{module}{adapter}.weight", "{module}{adapter}.default.weight"),
     ReleaseRename("peft", "{module}{adapter}", "{module}{adapter}.default"),
     ReleaseRename("peft", "{module}{adapter}", "{module}{adapter}.default.weight"),

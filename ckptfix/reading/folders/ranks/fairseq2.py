@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptfix.core.buffers import RUNNING_STATISTICS
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
@@ -24,8 +25,6 @@ from ckptfix.reading.weights.document import Document
 NAME = "fairseq2"
 
 _MODEL, _OPTIMIZER, _FIRST = "model", "optimizer", "pp_00/tp_00"
-# What FSDP keeps whole: the statistics of normalisation, which are buffers.
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def find(folder: Path) -> Path | None:
@@ -79,5 +78,5 @@ def _whole(key: str, entries: Sequence[Any], path: str) -> Any:
     held = [part for part in parts if part.numel] or parts[:1]
     if not held:
         return entries[0]
-    is_copy = not held[0].shape or key.rpartition(".")[2] in _BUFFERS
+    is_copy = not held[0].shape or key.rpartition(".")[2] in RUNNING_STATISTICS  # FSDP does not divide buffers
     return joined(key, held, WHOLE if is_copy else Split(0), path)
