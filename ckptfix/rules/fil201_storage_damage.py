@@ -3,8 +3,8 @@
 ## What it finds
 Tensors of a zip file whose storage fails its CRC-32: bits flipped on disk, in memory or in transfer. A checksum of zero
 means that none was computed (`torch.serialization.set_crc32_options(False)`), so the storage cannot be checked. Other
-parts of the file, such as an optimizer, are a separate finding, and so are other files of an archive, as stable-
-baselines3 writes it.
+parts of the file, such as an optimizer, are a separate finding. So are other files of a zip archive, such as that of
+stable-baselines3, up to eight times the size of the checkpoint together.
 
 ## Why it matters
 torch.load does not verify the checksum: the file loads with wrong values. One flipped exponent bit makes a weight 2¹²⁸
