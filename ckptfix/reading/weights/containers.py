@@ -18,6 +18,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wrappers import COUNTER
 from ckptfix.errors import Opt, UnreadableError, UsageError, WeightlessError, Words, damaged, hostile
 from ckptfix.reading.foreign.weightless import (
     MOMENTS,
@@ -81,7 +82,8 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
         numel = sum([tensor.numel for tensor in mapping.values() if isinstance(tensor, TensorSpec)])
         numel += sum([math.prod(array.shape) for array in mapping.values() if isinstance(array, NumpyArray)])
         candidates.append(Candidate(place, _count_tensors(mapping), numel))
-    ranked = sorted(candidates, key=rank)
+    # AveragedModel adds a key, so under any name it would be the larger set.
+    ranked = sorted(candidates, key=lambda candidate: (COUNTER in found[candidate.path], *rank(candidate)))
     if weights is not None:
         path, value, picked = _pick(document, found, [candidate.path for candidate in ranked], weights, narrow)
     elif ranked:
@@ -383,14 +385,15 @@ PREFERRED = tuple(
     "generator backbone".split()
 )
 
-_AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")  # parts of names that mark an averaged set of weights
+# Parts of names that mark an averaged set of weights; `avgpool` is a layer.
+_AVERAGED = re.compile(r"ema|averag|swa|shadow|teacher|polyak|(?<![a-z])avg(?![a-z])", re.IGNORECASE)
 FEW = 3  # number of tensors beside the weights that is not reported
 SHARE = 20  # a set of at least one in this many of the elements of the weights may be weights too
 
 
 def is_averaged(*names: PathPart) -> bool:
     """Return whether one of the names marks an averaged set of weights."""
-    return any(mark in str(name).lower() for name in names for mark in _AVERAGED)
+    return any(_AVERAGED.search(str(name)) for name in names)
 
 
 def rank(candidate: Candidate) -> tuple[bool, int, int, int]:

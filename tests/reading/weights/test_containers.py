@@ -13,6 +13,7 @@ from tests.reading.files import opened, saved
 
 NET = {"fc.weight": torch.ones(2, 2), "fc.bias": torch.zeros(2)}
 EMA = {"fc.weight": torch.zeros(2, 2), "fc.bias": torch.zeros(2)}
+AVERAGED = torch.optim.swa_utils.AveragedModel(torch.nn.ModuleDict({"fc": torch.nn.Linear(2, 2)})).state_dict()
 OPTIMIZER = {
     "state": {0: {"exp_avg": torch.zeros(4), "step": torch.tensor(1.0)}},
     "param_groups": [{"lr": 0.1, "params": [0]}],
@@ -29,6 +30,8 @@ OPTIMIZER = {
         ({"optimizer": OPTIMIZER, "net": {"state_dict": NET}}, ("net", "state_dict")),
         ({"model_ema": EMA, "model": NET}, ("model",)),
         ({"ema": EMA, "something": NET}, ("something",)),
+        ({"average": {**EMA, "decay": torch.ones(1)}, "student": NET}, ("student",)),
+        ({"slow": AVERAGED, "student": NET}, ("student",)),
         ({"model": {**NET, "more": torch.ones(1)}, "state_dict": NET}, ("state_dict",)),
         ([3, NET], (1,)),
         ((NET, 3), (0,)),
@@ -45,6 +48,8 @@ OPTIMIZER = {
         "below the top",
         "beside its average",
         "beside an average",
+        "beside an average with a number",
+        "beside an AveragedModel of any name",
         "the better name",
         "in a list",
         "in a tuple",
