@@ -1,18 +1,21 @@
 """The last step of a repair: write a temporary file, compare it with the plan, run the forward test, and only then
-rename it."""
+rename it, together with the files of the optimizer and scheduler that a trainer saved next to the checkpoint."""
 
 from __future__ import annotations
 
-import contextlib
+import filecmp
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
-from ckptfix.core.finding import Blocks, Finding, Level, counted
+from ckptfix.core.edits import Regroup
+from ckptfix.core.finding import Blocks, Finding, Level, Subject, counted
 from ckptfix.core.objects import holds_tensors
 from ckptfix.core.report import Report
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
@@ -20,11 +23,20 @@ from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.core.spec import Regions
 from ckptfix.core.wording import first_names
 from ckptfix.engine.destination import Destination
-from ckptfix.engine.trainer_files import trainer_files
-from ckptfix.engine.verification import verify
+from ckptfix.engine.verification import verify, verify_tree
 from ckptfix.errors import CkptfixError, Opt, WriteError
-from ckptfix.writing.atomic import deliver_file, deliver_folder, has_backup, temporary_beside
-from ckptfix.writing.output import deliver_shards, flushing, temporary_shards, write_to, writer_for
+from ckptfix.reading.opening import MODELS, OF_TRAINERS
+from ckptfix.writing.atomic import (
+    deliver_file,
+    deliver_folder,
+    flush_file,
+    has_backup,
+    refuse_output,
+    temporary_beside,
+    unwritten,
+)
+from ckptfix.writing.output import deliver_shards, flushing, temporary_shards, without_state_dict, write_to, writer_for
+from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
 from ckptfix.writing.universal import temporary_universal, universal_form
 
@@ -86,7 +98,7 @@ def deliver(
     if report.failed_forward:
         return report
     destination.refuse_replaced(settings.force)
-    with trainer_files(draft.result, report, destination, settings) as files:
+    with _trainer_files(draft.result, report, destination, settings) as files:
         # Before the weights: if the run is killed in between, the next run finds an optimizer that fits the repaired
         # weights, and can continue.
         for file, goal in files.items():
@@ -120,7 +132,7 @@ class Drafts:
 
     def __init__(self, destination: Destination | None, settings: Settings) -> None:
         self._destination, self._settings = destination, settings
-        self._files = contextlib.ExitStack()
+        self._files = ExitStack()
         self._latest: tuple[Checkpoint, Draft] | None = None
 
     def __enter__(self) -> Drafts:
@@ -142,11 +154,11 @@ class Drafts:
         """Write a draft of what may become the result, if there is a destination. Errors are ignored here; they are
         raised again on delivery."""
         if self._destination is not None:
-            with contextlib.suppress(CkptfixError):
+            with suppress(CkptfixError):
                 self.of(result)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _drafted(result: Checkpoint, destination: Destination, settings: Settings) -> Iterator[Draft]:
     form, output = destination.form, destination.output
     if form == UNIVERSAL:
@@ -219,3 +231,64 @@ def _refuse_loss(result: Checkpoint) -> None:
                 f"{result.path}: safetensors cannot hold {place}, an entry that contains tensors; use ",
                 Opt("format", "pth"),
             )
+
+
+@contextmanager
+def _trainer_files(
+    result: Checkpoint, report: Report, destination: Destination, settings: Settings
+) -> Iterator[dict[Path, Path]]:
+    """Write the trainer's files that have to change with the checkpoint, and yield the target path of each temporary
+    file.
+
+    In another folder they keep their names; next to the source they are named like the checkpoint. A trainer resumes
+    from all files of a folder, so a folder with the model gets the unchanged files too, unless an optimizer does not
+    fit."""
+    if destination.form == UNIVERSAL:  # contains the optimizer
+        yield {}
+        return
+    regroups = [edit for edit in report.edits if isinstance(edit, Regroup)]
+    changed = {name for name in result.beside for edit in regroups if edit.where.startswith(name)}
+    source = Path(result.path)
+    folder = source if source.is_dir() else source.parent
+    is_elsewhere = folder.resolve() != destination.output.parent.resolve()
+    if changed and (is_elsewhere or any(edit.like != tuple(range(len(edit.like))) for edit in regroups)):
+        changed |= {name for name in result.beside if name.startswith("scheduler")}  # trainers load both or neither
+    is_in_place = destination.like == destination.output
+    with ExitStack() as stack:
+        files: dict[Path, Path] = {}
+        is_resumed = is_elsewhere and destination.output.name in MODELS and bool(result.beside)
+        is_unfit = any(each.subject is Subject.OPTIMIZER and each.level is Level.ERROR for each in report.left)
+        if is_resumed and not settings.drop_optimizer and not is_unfit:
+            for old in sorted(folder.iterdir()):
+                if old.name in changed or not OF_TRAINERS.fullmatch(old.name) or not old.is_file():
+                    continue
+                goal = destination.output.with_name(old.name)
+                if goal.is_file() and filecmp.cmp(old, goal, shallow=False):
+                    continue
+                refuse_output(goal, settings.force)
+                temporary = stack.enter_context(temporary_beside(goal, old))
+                _copy(old, temporary, goal)
+                files[temporary] = goal
+        for name in sorted(changed):
+            root = result.beside[name]
+            fixed = f"{Path(name).stem}.fixed{Path(name).suffix}"
+            goal = destination.output.with_name(name if is_elsewhere or is_in_place else fixed)
+            if not is_in_place:
+                refuse_output(goal, settings.force)
+            tree = replace(without_state_dict(result, root), path=str(folder / name))
+            temporary = stack.enter_context(temporary_beside(goal, folder / name))
+            written = write_to(temporary, tree, writer_for(PTH, None), goal)
+            with flushing([written], goal, destination.flush):
+                verify_tree(temporary, plain_root(tree)[0], goal)
+            files[temporary] = goal
+        yield files
+
+
+def _copy(old: Path, temporary: Path, goal: Path) -> None:
+    try:
+        shutil.copyfile(old, temporary)
+        flush_file(temporary)
+    except OSError as error:
+        raise unwritten(goal, error) from error
+    if not filecmp.cmp(old, temporary, shallow=False):
+        raise WriteError(f"{goal}: differs from {old}, although it is a copy; the disk or memory is faulty")

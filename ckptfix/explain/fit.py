@@ -24,8 +24,7 @@ from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.mismatch import Mismatch, read_mismatch
 from ckptfix.explain.text import Message
 from ckptfix.rules import FITTING, FOR_LOADING
-from ckptfix.rules.adapting import narrowed
-from ckptfix.rules.misfits import Case, Misfits, differ_by_ones, parts_of_ranks
+from ckptfix.rules.misfits import Case, Misfits, differ_by_ones, narrowed, parts_of_ranks
 from ckptfix.rules.position_tables import POSITIONS, Pairing
 from ckptfix.rules.quantised_layers import keys_of_codes
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.report.page import page_file, rendering
-from ckptfix.report.page.rendering import MARK
+from ckptfix.report import page as rendering
+from ckptfix.report.page import MARK, page_file
 from tests.report.page.reading import Page, page_text
 from tests.report.page.samples import HOSTILE, record, repaired, undecided, weights, zoo
 
