@@ -56,6 +56,26 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "There were missing keys in the checkpoint model loaded: ['lm_head.weight'].",
         "There were unexpected keys in the checkpoint model loaded: ['module.lm_head.weight'].",
     ),
+    "storage-failed": (
+        "OSError: [Errno 5] Erreur d'entrée/sortie",
+        "[Errno 121] Remote I/O error: 'model.pth'",
+        "OSError: [Errno 107] Transport endpoint is not connected: '/content/drive/MyDrive/last.ckpt'",
+        "OSError: Input/output error (os error 5)",
+        "RuntimeError: write(): fd 29 failed with Input/output error",
+        "OSError: [WinError 59] An unexpected network error occurred: 'Z:\\\\model.pth'",
+        "ERROR: megatron.core.dist_checkpointing.strategies.filesystem_async: Local process 0 encountered an error:"
+        " [Errno 5] Input/output error",
+    ),
+    "path-not-valid": (
+        "OSError: [Errno 36] Nom de fichier trop long",
+        "OSError: [WinError 123] The filename, directory name, or volume label syntax is incorrect: 'runs\\\\12:30'",
+    ),
+    "file-in-use": (
+        "OSError: [Errno 16] Device or resource busy: '.nfs000000012'",
+        "SafetensorError: Error while serializing: I/O error: The requested operation cannot be performed on a file with"
+        " a user-mapped section open. (os error 1224)",
+    ),
+    "no-symbolic-links": (),
     "learning-leaf": (
         "RuntimeError: a leaf Variable that requires grad is being used in an in-place operation.",
         "RuntimeError: a view of a leaf Variable that requires grad is being used in an in-place operation.",
@@ -481,6 +501,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: Parent directory /runs/exp1 does not exist.",
     ),
     "disk-full": (
+        "OSError: [Errno 28] Aucun espace disponible sur le périphérique",
+        "OSError: [WinError 112] Es steht nicht genug Speicherplatz zur Verfügung",
         "OSError: [Errno 122] Disk quota exceeded",
         "RuntimeError: basic_ios::clear: iostream error",
         "RuntimeError: [enforce fail at inline_container.cc:595] . unexpected pos 64 vs 0",
@@ -490,7 +512,14 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "not-seekable": ("ModuleAttributeError: 'LitNet' object has no attribute 'seek'",),
     "opened-as-text": ("UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80 in position 64: invalid start byte",),
     "wrong-hash": (),
-    "no-permission": ("IsADirectoryError: [Errno 21] Is a directory: 'checkpoints'",),
+    "no-permission": (
+        "IsADirectoryError: [Errno 21] Is a directory: 'checkpoints'",
+        "OSError: [Errno 30] Read-only file system: '/kaggle/input/model.pth'",
+        "PermissionError: [Errno 13] Keine Berechtigung: '/root/.cache/huggingface/hub'",
+        "PermissionError: [Errno 13] Permission denied: 'model.pth'",
+        "safetensors_rust.SafetensorError: Error while serializing: I/O error: Permission denied (os error 13)",
+        "RuntimeError: Parent directory /kaggle/input is not writable.",
+    ),
     "file-newer-than-torch": (
         "AttributeError: module 'torch._utils' has no attribute '_rebuild_xla_tensor'",
         "AttributeError: 'module' object has no attribute '_rebuild_parameter'",
@@ -780,6 +809,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " allowed: 18.13 GB).",
     ),
     "machine-memory": (
+        "OSError: [Errno 12] Speicher kann nicht zugewiesen werden",
         "safetensors_rust.SafetensorError: Error while deserializing: I/O error: Cannot allocate memory (os error 12)",
         "RuntimeError: unable to mmap 4976698672 bytes from file <model-00001-of-00002.safetensors>: Cannot allocate"
         " memory (12)",
@@ -793,6 +823,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "MemoryError",
     ),
     "shared-memory": (
+        "OSError: [Errno 24] Zu viele offene Dateien",
+        "OSError: [Errno 28] No space left on device: '/dev/shm/torch_123_456'",
         "RuntimeError: unable to write to file </torch_18692_1954506624>: No space left on device (28)",
         "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
         "RuntimeError: unable to open shared memory object </torch_2345_99> in read-write mode",
