@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -132,7 +133,10 @@ class Command(click.Command):
     """A command whose help shows the arguments and the groups of options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises click's ``UsageError`` for a second file of ``repair``."""
+        """Parse the arguments; what begins with a dash and has a space is no option of ``explain``, but a pasted text.
+        Raises click's ``UsageError`` for a second file of ``repair``."""
+        if self.name == "explain":
+            args = [f"\n{each}" if re.match(r"-[^\s=]*\s|-{3,}$", each) else each for each in args]
         if self.name != "repair":
             return super().parse_args(ctx, args)
         ctx.allow_extra_args = True

@@ -54,8 +54,10 @@ def test_full(tmp_path):
     assert "(FILE is your checkpoint)" in done.stdout
 
 
-def test_words_without_quotes(tmp_path):
-    done = run_here("explain", "RuntimeError:", "Torch", "not", "compiled", "with", "CUDA", "enabled", cwd=tmp_path)
+@pytest.mark.parametrize("front", [(), ("---",), (f"{'-' * 60}\n",), ("--- Logging error ---\n",)])
+def test_words_without_quotes_and_after_dashes(front, tmp_path):
+    words = ("RuntimeError:", "Torch", "not", "compiled", "with", "CUDA", "enabled")
+    done = run_here("explain", *front, *words, cwd=tmp_path)
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "no-cuda-build")
 
 
