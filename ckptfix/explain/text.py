@@ -25,21 +25,32 @@ _SHOWN_TAB = re.compile(r"(?<=[\n:])\\t")
 _BAR = re.compile(r"[^\n%]{0,200}\d{1,3}%\|[^|\n]{0,300}\|\s*[\d.?]+\w?/[\d.?]+\w?(?:\s*\[[^\]\n]{0,100}\])?")
 
 # What loggers, launchers, mail programs and test runners put in front of a line.
+_LEVEL = r"(?:ERROR|WARNING|WARN|INFO|DEBUG|CRITICAL|FATAL)"
+_DAY = r"(?:\d{4}[-/]\d\d[-/]\d\d|\d\d[-/]\d\d(?:[-/]\d\d(?:\d\d)?)?)"
 _FRONT = re.compile(
-    r"""
-      \[?\d{4}[-/]\d\d[-/]\d\d[T\s_]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ :|\-]*
+    rf"""
+      {_LEVEL}?[ ]?\[{_DAY}[ ]\d\d:\d\d:\d\d[ ][\w.]+\]:?[ ]  # detectron2, SGLang
+    | \[{_LEVEL}\|[\w.]+:\d+\][ ]  # transformers
+    | {_LEVEL}[ ]{_DAY}[ ]\d\d:\d\d:\d\d[ ]\[[\w./]+:\d+\][ ]  # vLLM
+    | {_LEVEL}\s+\|[ ][\w.]+:\w+:\d+[ ]-[ ]  # loguru
+    | \[{_LEVEL}\][ ]\[(?:[\w.]+:\d+:\w+|RANK[ ]\d+)\][ ]  # DeepSpeed
+    | [\w.]+\s-\s{_LEVEL}\s-\s  # mmengine, after the time
+    | {_LEVEL}\s-\s[\w.]+\s-\s
+    | \[?{_DAY}[T\s_]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ :|\->]*
     | \[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]?[ :|\-]+
-    | [A-Z][a-z]{2}\s+\d{1,2}\s\d\d:\d\d:\d\d\s\S+\s\S+?(?:\[\d+\])?:[ ]
-    | [EWIF]\d{4}\s\d\d:\d\d:\d\d\.\d+\s+\d+\s\S+\][ ]
-    | \[?(?:ERROR|WARNING|WARN|INFO|DEBUG|CRITICAL|FATAL)\]?(?::[\w.]*:|[ ]?[:|\-][ ]*|\s+(?=\S+(?:Error|Exception):))
-    | \[rank[ ]?\d+\]:?[ ]?
-    | rank[ ]?\d+:[ ]
+    | [A-Z][a-z]{{2}}\s+\d{{1,2}}\s\d\d:\d\d:\d\d\s\S+\s\S+?(?:\[\d+\])?:[ ]
+    | \[?[EWIF]\d{{3,4}}\s\d\d:\d\d:\d\d\.\d+\s+(?:\d+\s)?\S+\][ ]
+    | \[?{_LEVEL}\]?(?::[\w.]*:|[ ]?[:|\-][ ]*|\s+(?=\S+(?:Error|Exception):))
+    | \#\#\[error\]
+    | \[(?:rank[ ]?|default)\d+\]:?[ ]?
+    | (?:rank[ ]?|(?:worker|node|gpu)[\w\-]{{0,40}}?)\d+:[ ]
+    | [ ]{{0,3}}\d{{1,4}}:(?:[ ]|$)  # srun
     | \[(?:\d+,)?\d+\](?:<\w+>)?:[ ]?
     | \(\w+\s(?:pid=)?\d+(?:,\sip=[\d.]+)?\)[ ]
     | [\w.\-]+[_\-]\d+\s*\|[ ]
-    | (?:>{1,3}[ ]?)+
+    | (?:>{{1,3}}[ ]?)+
     | [│|┃]\s
-    | E[ ]{2,}
+    | E[ ]{{2,}}
     """,
     re.VERBOSE,
 )

@@ -72,8 +72,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "file-in-use": (
         "OSError: [Errno 16] Device or resource busy: '.nfs000000012'",
-        "SafetensorError: Error while serializing: I/O error: The requested operation cannot be performed on a file with"
-        " a user-mapped section open. (os error 1224)",
+        "SafetensorError: Error while serializing: I/O error: The requested operation cannot be performed on a file"
+        " with a user-mapped section open. (os error 1224)",
     ),
     "no-symbolic-links": (),
     "learning-leaf": (

@@ -39,6 +39,20 @@ def test_what_is_no_noise_stays(line: str):
         "[2024-05-01 12:00:00,123] {}",
         "2024-05-01 12:00:00 | ERROR | {}",
         "12:00:00 - {}",
+        "2024/05/01 12:00:00 - mmengine - ERROR - {}",
+        "05/01/2024 12:00:00 - WARNING - transformers.modeling_utils - {}",
+        "[WARNING|modeling_utils.py:3234] 2024-05-01 12:00:00,123 >> {}",
+        "WARNING [05/01 12:00:00 fvcore.common.checkpoint]: {}",
+        "2024-05-01 12:00:00.123 | ERROR    | train:main:12 - {}",
+        "[2024-05-01 12:00:00,123] [INFO] [engine.py:123:load] {}",
+        "(EngineCore_DP0 pid=4242) ERROR 05-01 12:00:00 [core.py:396] {}",
+        "[E501 12:00:00.123456789 ProcessGroupNCCL.cpp:616] {}",
+        "0: {}",
+        "12: [rank12]: {}",
+        " 3: {}",
+        "[default3]:{}",
+        "node-3: {}",
+        "2024-05-01T12:00:00.1234567Z ##[error]{}",
         "May  1 12:00:00 gpu-3 python[4242]: {}",
         "ERROR:root:{}",
         "[ERROR] {}",
@@ -77,7 +91,19 @@ RuntimeError: Error(s) in loading state_dict for Net:
 
 
 @pytest.mark.parametrize(
-    "front", ["", "[rank0]: ", "2024-05-01 12:00:00,123 - ", "> ", "E   ", "web_1  | ", "(pid 77) ", "\x1b[31m"]
+    "front",
+    [
+        "",
+        "3: ",
+        "[default3]:",
+        "[rank0]: ",
+        "2024-05-01 12:00:00,123 - ",
+        "> ",
+        "E   ",
+        "web_1  | ",
+        "(pid 77) ",
+        "\x1b[31m",
+    ],
 )
 def test_a_whole_traceback_in_noise(front: str):
     explanation = explain("\n".join(front + line for line in TRACEBACK.splitlines()))
