@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ckptfix.bytes.files import small_text, why_unopened
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
@@ -33,6 +34,7 @@ from ckptfix.reading.folders.ranks import (
 from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.signatures import BUNDLES, PARTS, name_bundle
+from ckptfix.reading.foreign.weightless import is_of_training, is_random_state
 from ckptfix.reading.formats import read_document
 from ckptfix.reading.torch_files import exploded
 from ckptfix.reading.weights.document import Document
@@ -218,6 +220,7 @@ def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
 def _read_dcp(folder: Path, salvage: bool) -> Document:
     """Return the document of a DCP folder, merged with the common data that one rank saved beside the chunks."""
     document = dcp.read_folder(folder, salvage)
+    document = replace(document, root=_with_model(document.root))
     file = next((folder / name for name in COMMON if (folder / name).is_file()), None)
     if file is None and _is_torch_dist(folder):
         lacks = Fact.of(Kind.SHARDS_MISSING, names=(TORCH_DIST,), keys=0, nbytes=0, total=0)
@@ -246,6 +249,23 @@ def _read_dcp(folder: Path, salvage: bool) -> Document:
         copies=copies,
         damage=[*document.damage, *damage],
     )
+
+
+def _with_model(root: Any) -> Any:
+    """Return a container with its weights under ``model`` if they are among counters and the state of an optimizer, as
+    torchtitan saves them."""
+    if not isinstance(root, dict):
+        return root
+    weights = {
+        name: value
+        for name, value in root.items()
+        if isinstance(value, TensorSpec) or str(name).endswith("_extra_state")
+    }
+    rest = {name: value for name, value in root.items() if name not in weights}
+    nested = [*tensors_in(rest, is_of_training)]
+    if not rest or "model" in root or any(spec.numel > 1 and not is_random_state(spec) for spec in nested):
+        return root
+    return {"model": weights, **rest} if any(spec.numel > 1 for spec in tensors_in(weights)) else root
 
 
 def _of_lightning(root: dict[Any, Any]) -> dict[Any, Any]:

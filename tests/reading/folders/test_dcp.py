@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -140,6 +141,34 @@ def test_the_container_of_lightning_is_as_its_trainer_reads_it_from_one_file(tmp
     assert_same(one["state_dict"], STATE)
     assert [state["state"]["conv.weight"]["exp_avg"][0] for state in one["optimizer_states"]] == [*range(11)]
     assert set(one) == {"state_dict", "optimizer_states", "epoch", "pytorch-lightning_version"}
+
+
+@pytest.mark.parametrize(
+    ("beside", "is_apart"),
+    [
+        ({"train_state": {"step": torch.tensor(7)}}, True),
+        ({"optimizer": {"state.w.exp_avg": torch.ones(2), "param_groups.w.lr": 0.1}, "data": {"rank": b"1"}}, True),
+        ({"decoder": {"weight": torch.ones(2)}}, False),
+        ({"layer._extra_state": {"scale": torch.ones(2)}}, False),
+        ({}, False),
+    ],
+    ids=["counters", "optimizer", "noop: another part of the model", "noop: extra state", "noop: weights only"],
+)
+def test_weights_among_the_state_of_the_training_are_apart_from_it(tmp_path: Path, beside: Any, is_apart: bool) -> None:
+    """As torchtitan saves them, for which safetensors cannot carry the counters, and no model has a place."""
+    save({**STATE, **beside}, checkpoint_id=tmp_path / "step-7", no_dist=True)
+    checkpoint = ckptfix.open_checkpoint(tmp_path / "step-7")
+    assert checkpoint.container == (("model",) if is_apart else ())
+    assert set(STATE) <= set(checkpoint.keys())
+    if is_apart:
+        ckptfix.repair(tmp_path / "step-7", output=tmp_path / "one.safetensors", format="safetensors")
+        written = load_file(tmp_path / "one.safetensors")
+        assert_same({key: written.pop(key) for key in STATE}, STATE)
+        assert not written
+        ckptfix.repair(tmp_path / "step-7", output=tmp_path / "one.pth")
+        one = torch.load(tmp_path / "one.pth")
+        assert_same(one["model"], STATE)
+        assert set(one) == {"model", *beside}
 
 
 def test_a_link_out_of_the_folder_is_not_followed(saved: Path) -> None:
