@@ -84,6 +84,14 @@ class Quantizer(Struct, frozen=True):
         values = (tuple(part) if isinstance(part, list) else part for part in given)
         return (self.scheme, *values, self.axis)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """A key that is equal for quantizers that are equal apart from tensors, whose bytes are compared as others are.
+
+        Numbers are text in it, so that NaN is equal to itself."""
+        numbers = (None if isinstance(part, TensorSpec) else str(part) for part in (self.scale, self.zero_point))
+        return (self.scheme, self.axis, *numbers)
+
 
 class TensorSpec(Struct, frozen=True, gc=False):
     """A tensor without its values.

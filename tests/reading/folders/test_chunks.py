@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckptfix.bytes.sources import stream
 from ckptfix.core.parts import Box, box_at, lies_in
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import agree, check_tiling, merge_parts
+from ckptfix.reading.folders.chunks import agree, check_tiling, is_same, merge_parts
 from ckptfix.reading.tensors import spec_of_tensor
 from tests.attacks.outcomes import bounded
 
@@ -106,3 +106,23 @@ def test_copies_without_checksums_agree_as_far_as_they_are_read(place: int, read
     other[place] = -1
     assert agree([one, same], "f", reads=reads)
     assert agree([one, spec_of_tensor(other)], "f", reads=reads) is (place > 0 and not reads)
+
+
+SCALES = [torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.25])]
+CODES = torch.ones(2, 3)
+QUANTISED = [
+    *(torch.quantize_per_tensor(CODES * scale, scale, 0, torch.qint8) for scale in (0.5, 0.25)),
+    *(
+        torch.quantize_per_channel(CODES * scale[:, None], scale, torch.zeros(2, dtype=torch.int64), 0, torch.qint8)
+        for scale in SCALES
+    ),
+]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_equal_codes_of_other_quantisers_are_other_tensors(reads: bool) -> None:
+    assert all(torch.equal(each.int_repr(), QUANTISED[0].int_repr()) for each in QUANTISED)
+    for at, one in enumerate(QUANTISED):
+        for other_at, other in enumerate(QUANTISED):
+            pair = [spec_of_tensor(one), spec_of_tensor(other.clone())]
+            assert agree(pair, "f", reads=reads) is is_same(*pair, "f") is (at == other_at)
