@@ -53,8 +53,15 @@ _NAME = "|".join(re.escape(role) for role in sorted(_ROLES, key=len, reverse=Tru
 _TENSOR = re.compile(
     rf"(?P<module>.+)\.(?P<role>{_NAME})(?:\.(?!weight$|bias$)(?P<name>[^.]+))?(?P<leaf>\.weight|\.bias)?"
 )
+# Names of the first matrix in diffusers, which end without an adapter's name, and of blocks of language models.
+_DIFFUSERS = re.compile(
+    r"(?:lora_A|lora_down|[._]lora[12]?\.down|lora_linear_layer\.down|lora_magnitude_vector|^)\.weight$"
+)
+_GPT = re.compile(r"h\.\d")
+_UNSCALED = f"lora_alpha, which scales the change, is neither in the file nor in an {CONFIG}"
 _SAVED = re.compile(r"\.(?:modules_to_save\.(?P<name>[^.]+)|modules_to_save|base_layer)(?=\.)")
 _NESTED = ("base_layer", "token_adapter")
+_MINLORA = re.compile(r"\.parametrizations\.weight\.\d+$")
 _PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora\.(?=up|down)")
 # The double blocks of Flux as XLabs names them, with attentions for images and texts.
 _XLABS = re.compile(r"(?:diffusion_model\.)?(double_blocks\.\d+)\.processor\.(qkv|proj)_lora([12])(?=\.(?:up|down)\.)")
@@ -145,6 +152,18 @@ class AdapterLayer(Struct, frozen=True):
     def is_kohya(self) -> bool:
         """Whether its name has underscores for dots."""
         return self.component.startswith(("lora_", "lycoris"))
+
+    @property
+    def is_of_comfy(self) -> bool:
+        """Whether its name is of kohya's scripts or ComfyUI, which take alpha = rank if a file has no alpha."""
+        return self.is_kohya or self.component == "diffusion_model"
+
+    @property
+    def is_of_diffusers(self) -> bool:
+        """Whether its name is of diffusers, which takes alpha = rank too; ``transformer.h.0.mlp.lora_A`` is of loralib,
+        LitGPT or mlx-lm."""
+        is_named = bool(_DIFFUSERS.search(self.keys.get("A", ".weight")))
+        return bool(self.component) and is_named and not _GPT.match(self.module)
 
     @property
     def is_kronecker(self) -> bool:
@@ -266,8 +285,9 @@ class Adapter(Struct, frozen=True):
             raise self.refused(f"{layer.module} has the rank {stored}{source}", remedy)
         return stored
 
-    def scaling(self, layer: AdapterLayer) -> float:
-        """Return the factor of a layer's product. Raises ``AdapterError`` if it is unknown."""
+    def scaling(self, layer: AdapterLayer, key: str = "") -> float:
+        """Return the factor of a layer's product, for the tensor ``key`` of the base. Raises ``AdapterError`` if it is
+        unknown."""
         config = self.settings(layer)
         is_full = layer.is_kronecker and self.with_rank(layer) is None
         if is_full and "r" not in config and (layer.component or "alpha" in layer.keys):
@@ -275,7 +295,7 @@ class Adapter(Struct, frozen=True):
         if isinstance(given := config.get("lora_parameters"), Mapping):  # of mlx-lm; old releases have an alpha
             factor = _number("alpha", given["alpha"]) / self.rank(layer) if "alpha" in given else 1
             return self.weight * _number("scale", given.get("scale")) * factor
-        own = "lora_alpha" if "lora_alpha" in config else "alpha"
+        own, own_name = "lora_alpha" if "lora_alpha" in config else "alpha", f"{layer.component}.{layer.module}"
         if "alpha" in layer.keys:
             spec = self.checkpoint.specs[layer.keys["alpha"]]
             raw = b"" if spec.storage is None or spec.numel != 1 else bytes(spec.storage.source.read(*spec.extent))
@@ -286,12 +306,15 @@ class Adapter(Struct, frozen=True):
                 raise self.refused(f"{layer.keys['alpha']} is {alpha}", FETCH)
         elif own in config:
             alpha = _by_pattern(config, "alpha_pattern", layer.module, config[own])
-        elif layer.component:
-            return self.weight  # as in diffusers
+        elif layer.is_of_comfy or (layer.is_of_diffusers and not f".{key}".endswith(f".{own_name}.weight")):
+            return self.weight  # as these programs do
+        elif not self.path:
+            raise self.refused(_UNSCALED, "name the adapter's configuration with ", Opt("adapter", CONFIG))
         else:
-            own_config = f"{CONFIG} next to it (DiffSynth-Studio saves none: write one with r and the same lora_alpha)"
-            remedy = f"put the adapter's {own_config}, or name it with "
-            raise self.refused("lora_alpha, which scales the change, is unknown", remedy, Opt("adapter", CONFIG))
+            one = f'{{"r": {self.rank(layer)}, "lora_alpha": ALPHA}}'
+            own = " (DiffSynth-Studio trains with lora_alpha = r)" * bool(self.names)
+            words = f"put its {CONFIG} next to it, or write one with the values of the training: {one}{own}"
+            raise self.refused(_UNSCALED, words)
         alpha, rank = _number("lora_alpha", alpha), self.rank(layer)
         return self.weight * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
@@ -342,7 +365,8 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             saved.update({key: key} if path else {})
             continue
         prefix = "" if component is None else component["dotted"] or component["kohya"]
-        module = _wrapped(strip_segments(match["module"])[len(prefix) + 1 if prefix else 0 :])
+        module = _MINLORA.sub("", match["module"])
+        module = _wrapped(strip_segments(module)[len(prefix) + 1 if prefix else 0 :])
         module = module.replace(".", "_") if component is not None and component["kohya"] else module
         if found.setdefault((prefix, module), {}).setdefault(role, key) != key:
             saved[key] = key  # a second tensor with the same role

@@ -154,10 +154,15 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle
     zero = _zero_ranks(adapter) if context.settings.values and not is_idle else {}
     dead = sum(zero.values())
     verb = "does" if dead == 1 else "do"
+    ranked = [layer for layer in adapter.layers if adapter.with_rank(layer) is not None]
+    is_scaled = adapter.config or all(
+        "alpha" in layer.keys or layer.is_of_comfy or layer.is_of_diffusers for layer in ranked
+    )
     yield rule.finding(
         Level.NOTE,
         f"{kind} for {counted(len(adapter.layers), 'layer')}{f' ({names})' * bool(names)}"
         f"{f', trained on {adapter.base}' * bool(adapter.base)}, and no model"
+        f"{'' if is_scaled else '; a merge needs its lora_alpha, which is not in the file'}"
         f"{f'; {dead} of its ranks {verb} nothing' * bool(zero)}",
         keys=zero,
         evidence={"zero ranks": zero} if zero else {},

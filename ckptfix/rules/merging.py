@@ -423,7 +423,7 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     is_parameter = leaf != "weight" or is_named
     # Rank patterns then match the parameter's name.
     named = replace(layer, module=f"{layer.module}.{leaf}") if is_parameter else layer
-    rank, scaling = adapter.rank(named), adapter.scaling(named)
+    rank, scaling = adapter.rank(named), adapter.scaling(named, key)
     factors = tuple(layer.keys[role] for role in ("A", "B", "magnitude") if role in layer.keys)
     one, two = adapter.checkpoint.specs[factors[0]].shape, adapter.checkpoint.specs[factors[1]].shape
     form, is_turned, rounds = "linear", False, narrow
@@ -496,7 +496,7 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
         words = f"{layer.module} has matrices {matrices}, which do not fit {key} {list(spec.shape)} of the base"
         raise adapter.refused(words, f"{OTHER_BASE}, or {OWN_LIBRARY}")
     _check_norms(adapter, layer, spec.shape[0], spec)
-    return Delta(adapter.path, "kronecker" if layer.is_kronecker else "hadamard", factors, adapter.scaling(layer))
+    return Delta(adapter.path, "kronecker" if layer.is_kronecker else "hadamard", factors, adapter.scaling(layer, key))
 
 
 def _difference(checkpoint: Checkpoint, adapter: Adapter, stored: str, key: str) -> Delta:

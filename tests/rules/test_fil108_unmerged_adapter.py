@@ -262,7 +262,7 @@ def test_settings_that_do_not_go_together(tmp_path):
     with pytest.raises(AdapterError, match="cannot be restored"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=saved, unmerge=True)
     (saved / "adapter_config.json").unlink()
-    with pytest.raises(AdapterError, match="lora_alpha, which scales the change, is unknown"):
+    with pytest.raises(AdapterError, match="lora_alpha, which scales the change, is neither"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=saved)
 
 

@@ -392,8 +392,35 @@ def test_an_adapter_without_its_configuration_is_refused_by_its_type(tmp_path):
 def test_a_factor_that_only_the_configuration_has_is_not_guessed(make, tmp_path):
     adapter = trained(make(r=4, target_modules=["q"]), tmp_path / "adapter")
     (adapter / "adapter_config.json").unlink()
-    with pytest.raises(AdapterError, match="lora_alpha, which scales the change, is unknown"):
+    with pytest.raises(AdapterError, match="lora_alpha, which scales the change, is neither"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    ("names", "base"),
+    [
+        pytest.param("transformer.h.0.attn.proj.lora_{}", "transformer.h.0.attn.proj", id="loralib-or-LitGPT"),
+        pytest.param("transformer.h.0.attn.proj.lora_{}", "h.0.attn.proj", id="without-the-prefix"),
+        pytest.param("layers.0.wq.lora_{}", "layers.0.wq", id="loralib"),
+        pytest.param("unet.mid.q.lora_{}", "mid.q", id="loralib-in-a-pipeline"),
+        pytest.param("fc.parametrizations.weight.0.lora_{}", "fc", id="minLoRA"),
+        pytest.param("transformer.h.0.attn.proj.lora_{}.weight", "h.0.attn.proj", id="GPT-2-without-the-name-of-peft"),
+        pytest.param("transformer.blocks.0.Wqkv.lora_{}.weight", "transformer.blocks.0.Wqkv", id="own-prefix"),
+        pytest.param("transformer.blocks.0.q.lora_{}.default.weight", "blocks.0.q", id="inject_adapter_in_model"),
+        pytest.param("blocks.0.q.lora_{}.default.weight", "blocks.0.q", id="DiffSynth-Studio"),
+    ],
+)
+def test_a_scale_of_one_is_not_assumed(names, base, tmp_path):
+    """loralib's own default is lora_alpha = 1, so a scale of one would be wrong by a factor of the rank."""
+    one, two, file = torch.randn(4, 8), torch.randn(8, 4), tmp_path / "lora.safetensors"
+    save_file({names.format("A"): one, names.format("B"): two}, file)
+    with pytest.raises(AdapterError, match=r'or write one .*: \{"r": 4, "lora_alpha": ALPHA\}'):
+        ckptfix.repair_state_dict({f"{base}.weight": torch.zeros(8, 8)}, adapter=file)
+    is_unknown = "a merge needs its lora_alpha" in ckptfix.check(file).findings[0].message
+    assert is_unknown is ("Wqkv" not in names)  # only its base shows that this one is not from diffusers
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 2}')
+    repaired, _ = ckptfix.repair_state_dict({f"{base}.weight": torch.zeros(8, 8)}, adapter=file)
+    torch.testing.assert_close(repaired[f"{base}.weight"], two @ one / 2)
 
 
 @pytest.mark.parametrize(
