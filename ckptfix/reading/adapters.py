@@ -25,6 +25,8 @@ from ckptfix.errors import AdapterError, HostileError, Opt, UnreadableError
 from ckptfix.reading.opening import open_file
 
 CONFIG = "adapter_config.json"
+# The same of verl, next to its ranks. It says lora_alpha 0 if the training did not set one.
+_OF_VERL = "lora_train_meta.json"
 
 # The matrices of LoHa, of which a layer has all, and of LoKr: `w1` and `w2`, each whole or as a product of two.
 HADAMARD = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
@@ -409,10 +411,17 @@ def _weighted(text: str) -> tuple[str, float]:
     return path, weight
 
 
-def config_beside(path: str, name: str = CONFIG) -> Mapping[str, Any] | None:
-    """Return the configuration file in a folder, or beside a file; None if there is none."""
-    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / name
-    return _config(file) if file.is_file() else None
+def config_file(path: str, *names: str) -> Path | None:
+    """Return the file of an adapter's configuration, or one with another name, in a folder or beside a file; None if
+    there is none."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    return next((folder / name for name in names or (CONFIG, _OF_VERL) if (folder / name).is_file()), None)
+
+
+def config_beside(path: str, *names: str) -> Mapping[str, Any] | None:
+    """Return what ``config_file`` finds, parsed; None if there is none."""
+    file = config_file(path, *names)
+    return _config(file) if file is not None else None
 
 
 def model_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -433,6 +442,8 @@ def _config(file: Path) -> Mapping[str, Any]:
         raise AdapterError(f"{file}: invalid JSON ({error}); get it from the adapter's source") from error
     if not isinstance(parsed, dict):
         raise AdapterError(f"{file}: not the configuration of an adapter; get it from the adapter's source")
+    if file.name == _OF_VERL and not parsed.get("lora_alpha"):
+        parsed.pop("lora_alpha", None)
     return parsed
 
 

@@ -55,6 +55,7 @@ from ckptfix.reading.adapters import (
     adapter_in,
     check_alone,
     config_beside,
+    config_file,
     foreign_type,
     is_foreign,
     model_config,
@@ -96,7 +97,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.WARNING,
             f"holds {kind} inside its base, never merged",
             keys=[key for layer in adapter.layers for key in layer.keys.values()],
-            remedies=(_with_config(checkpoint.path),),
+            remedies=(_with_config(checkpoint.path, adapter),),
             blocks=Blocks.FILLING,
         )
     if idle:
@@ -359,10 +360,10 @@ def _kind(adapter: Adapter) -> str:
     return f"{article} {kind} adapter" + f" of rank {common}" * bool(ranks) + (rows if stacked else "")
 
 
-def _with_config(path: str) -> Remedy:
+def _with_config(path: str, adapter: Adapter) -> Remedy:
     """Return the remedy that merges an adapter inside its base, with the configuration next to the file if any."""
-    file = Path(path).parent / CONFIG
-    if file.is_file():
+    file = config_file(path)
+    if file is not None and (adapter.kind != "LORA" or "lora_alpha" in adapter.config):
         return Remedy.of("merges it", adapter=(str(file),))
     words = "merges it: name the file saved with the adapter that has lora_alpha"
     return Remedy.of(words, adapter=Placeholder(CONFIG))

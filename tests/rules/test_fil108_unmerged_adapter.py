@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptfix
 from ckptfix.bytes.sources import stream
@@ -266,18 +267,25 @@ def test_settings_that_do_not_go_together(tmp_path):
         ckptfix.repair_state_dict(net().state_dict(), adapter=saved)
 
 
-def test_a_model_that_was_saved_with_its_adapter_inside(tmp_path):
+@pytest.mark.parametrize("name", ["adapter_config.json", "lora_train_meta.json"], ids=["peft", "verl"])
+@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
+def test_a_model_that_was_saved_with_its_adapter_inside(is_folder, name, tmp_path):
     config = LORA(r=4, target_modules=["embed", *LINEAR], modules_to_save=["head"])
     adapter = trained(config, tmp_path / "adapter")
     whole = peft.PeftModel.from_pretrained(net(), adapter).state_dict()
-    file = tmp_path / "whole.pth"
-    torch.save(whole, file)
-    (found,) = [finding for finding in ckptfix.check(file).findings if finding.code == "FIL108"]
-    assert not found.remedies[0].is_complete
-    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
-    (found,) = [finding for finding in ckptfix.check(file).findings if finding.code == "FIL108"]
-    settings: dict[str, Any] = dict(found.remedies[0].options)
-    repaired, report = ckptfix.repair_state_dict(torch.load(file), **settings)
+    file = tmp_path / "whole"
+    if is_folder:
+        save(whole, checkpoint_id=file, no_dist=True)
+    else:
+        torch.save(whole, file)
+    own = json.loads((adapter / "adapter_config.json").read_text())
+    beside = (file if is_folder else tmp_path) / name
+    for alpha, is_known in ((0 if name.startswith("lora") else None, False), (own["lora_alpha"], True)):
+        own["lora_alpha"] = alpha
+        beside.write_text(json.dumps({key: value for key, value in own.items() if value is not None}))
+        (found,) = [finding for finding in ckptfix.check(file).findings if finding.code == "FIL108"]
+        assert found.remedies[0].is_complete == is_known
+    repaired, report = ckptfix.repair_state_dict(whole, **dict(found.remedies[0].options))
     want = merged_by_peft([adapter])
     assert_same(dict(sorted(repaired.items())), dict(sorted(want.items())))
     assert report.exit_code == 0
