@@ -6,7 +6,7 @@ shapes for them, so the findings rest on names, and only the file and the model 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
@@ -97,7 +97,8 @@ def _characters_cut(mismatch: Mismatch) -> int:
     longest = max(unexpected, key=len, default="")
     for cut in {len(key) - len(longest) for key in names if key.endswith(longest)} if len(unexpected) > 1 else ():
         is_within_name = any(key[cut - 1] != "." for key in names if len(key) > cut)
-        if cut and is_within_name and unexpected <= {key[cut:] for key in names}:
+        begun = {key[cut:] for key in mismatch.missing}
+        if cut and is_within_name and begun <= unexpected <= {key[cut:] for key in names}:
             return cut
     return 0
 
@@ -210,6 +211,18 @@ def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterato
         )
         others = {*unexpected} - {*codes}
         unexpected = tuple(key for key in unexpected if key in others)
+    elif parts := _of_other_layout(missing, unexpected):
+        yield (
+            f"The layout differs: `{parts[0]}` in the model and `{parts[1]}` in the file. One side fuses these layers"
+            " or stacks the experts, as another library or release does (transformers 5 and 4).",
+            (),
+        )
+    elif _is_new_head(missing, unexpected):
+        yield (
+            "Only the head differs: it is new in the model, and the file has what its pre-training used instead (a"
+            " decoder, another head or norm). That is right before fine-tuning; until then the outputs are random.",
+            (),
+        )
     elif missing and unexpected and len(missing) > 3 and len(unexpected) > 3:
         yield (
             "The other names do not match: the file is for another model or another implementation of it, or the"
@@ -220,6 +233,38 @@ def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterato
         yield f"{counted(len(missing), 'key')} that the file does not have:", missing
     if unexpected:
         yield f"{counted(len(unexpected), 'key')} that the model has no place for:", unexpected
+
+
+_FUSED = re.compile(
+    r"\bexperts\.(?:gate_up_proj|down_proj|w\d+)(?:_weight|_bias)?$"
+    r"|\b(?:\w*qkv\w*|gate_up_proj|in_proj|c_attn|query_key_value|Wqkv)(?:[._](?:weight|bias))?$"
+)
+_PARTS = re.compile(r"\bexperts\.\d+\.|\b(?:[qkv]_?(?:proj|lin)|query|key|value|to_[qkv]|gate_proj|up_proj)(?=\.|$)")
+
+
+def _of_other_layout(missing: Collection[str], unexpected: Collection[str]) -> tuple[str, str] | None:
+    """Return a key of the model and one of the file if one is a fusion or a stack of what the other is a part of."""
+    for fused, parts in ((missing, unexpected), (unexpected, missing)):
+        whole = next(filter(_FUSED.search, fused), None)
+        part = next(filter(_PARTS.search, parts), None)
+        if whole and part:
+            return (whole, part) if fused is missing else (part, whole)
+    return None
+
+
+_BEFORE = r"^(?:module\.|model\.|backbone\.|encoder\.)*"
+_HEADS = re.compile(rf"{_BEFORE}(?:head\w*|fc_norm|fc|classifier|score|last_linear)\.")
+_OF_PRETRAINING = re.compile(
+    rf"{_BEFORE}(?:(?:mask_token|decoder\w*|norm|pooler|cls|lm_head|head\w*|fc_norm|fc|classifier|projector|predictor|"
+    r"prototypes|projection_head)(?:\.|$))"
+)
+
+
+def _is_new_head(missing: Collection[str], unexpected: Collection[str]) -> bool:
+    """Return whether the model only lacks a head, and the file only has what a pre-training adds to a backbone."""
+    return (
+        bool(missing and unexpected) and all(map(_HEADS.match, missing)) and all(map(_OF_PRETRAINING.match, unexpected))
+    )
 
 
 def _left(findings: Mapping[str, Finding], name: str) -> tuple[str, ...]:
@@ -252,10 +297,9 @@ def _commands_for_names(findings: Mapping[str, Finding], mismatch: Mismatch, nam
         "compares names and shapes with your model, shows what can be repaired, and the command for it",
         "ckptfix check {FILE} --model {MODEL}",
     )
-    if len(missing) == len(unexpected) > 3:
+    if len(missing) == len(unexpected) > 3 or _of_other_layout(missing, unexpected):
         yield Advice(
-            "shows which layer is which, if as many keys are missing as unexpected because another library or release"
-            " wrote the file",
+            "shows which layer is which, if another library or release wrote the file",
             "ckptfix map {FILE} {MODEL}",
         )
     if named == {_SURPLUS_COUNTERS}:
@@ -305,7 +349,9 @@ def _advice_on_strict(findings: Mapping[str, Finding], mismatch: Mismatch, named
     """Yield what ``strict=False`` would do, which is what most users try."""
     missing = _left(findings, "missing-key")
     computed = [key for key in missing if is_transient(key, ())]
-    if len(missing) > len(computed) or mismatch.shapes or (mismatch.missing and not missing and not named):
+    if _is_new_head(mismatch.missing, mismatch.unexpected) and not mismatch.shapes:
+        yield Advice("strict=False loads everything but the head, which has to be trained before the model is used.")
+    elif len(missing) > len(computed) or mismatch.shapes or (mismatch.missing and not missing and not named):
         yield Advice(
             "strict=False does not help: parameters that do not match keep random values, as in an untrained model."
         )

@@ -38,8 +38,10 @@ _MISSING = re.compile(
     rf"|missing keys in state_dict: \"?(?:set\(\[|\{{|\[)(?P<set>[^\]}}]*)"
     rf"|missing_keys\s?=\s?\[(?P<list>[^\]]*)"
     rf"|(?:not initialized from the model checkpoint at [^\[]{{1,400}}|(?:unet|clip|vae) missing: |Missing"
-    rf" key(?:s|\(s\))?(?: when loading model| \(\d+\))?:?\s?)\[(?P<some>[^\]]*)"
-    rf"|(?:missing keys? in (?:source state_dict|checkpoint): |Keys '(?=.+' are missing\b))(?P<plain>{_PLAIN_NAMES})"
+    rf" key(?:s|\(s\))?(?: when loading model| \(\d+\))?:?\s?|model state dict but not in the checkpoint: )"
+    rf"\[(?P<some>[^\]]*)"
+    rf"|(?:missing keys? (?:in (?:source state_dict|checkpoint): |\((?!\d+\)))|following keys are missing: "
+    rf"|Keys '(?=.+' are missing\b))(?P<plain>{_PLAIN_NAMES})"
     rf"|not found in the checkpoint:(?P<folded>{_FOLDED_NAMES})",
     re.IGNORECASE,
 )
@@ -47,29 +49,33 @@ _UNEXPECTED = re.compile(
     rf"Unexpected key\(s\) in state_dict: (?P<quoted>{_NAMES})"
     r"|unexpected key \"(?P<one>[^\"]+)\" in state_dict"
     r"|unexpected_keys\s?=\s?\[(?P<list>[^\]]*)"
-    r"|(?:were not used when initializing [^\[]{1,200}|unet unexpected: "
+    r"|(?:were not used when initializing [^\[]{1,200}|unet unexpected: |model state dict but in the checkpoint: "
     r"|Unexpected key(?:s|\(s\))?(?: when loading model| \(\d+\))?:?\s?)\[(?P<some>[^\]]*)"
-    rf"|unexpected key in source state_dict: (?P<plain>{_PLAIN_NAMES})"
+    rf"|unexpected key(?: in source state_dict: |s? \((?!\d+\)))(?P<plain>{_PLAIN_NAMES})"
     rf"|keys that are not used by the model:(?P<folded>{_FOLDED_NAMES})",
     re.IGNORECASE,
 )
 _RUNNING = re.compile(rf"Unexpected running stats buffer\(s\) (?P<quoted>{_NAMES})", re.IGNORECASE)
 
 _SIZE = r"(?:torch\.Size\()?[\[(]([\d, ]*)[\])]\)?"
-# The wordings of torch since 1.0, and with `of` and `where` of 0.4.1; 0.3 and 0.4.0 have that of _MODEL_FIRST.
-_SIZE_MISMATCH = re.compile(
+# A key, its shape in the file and in the model: of torch since 1.0 and (`of`, `where`) 0.4.1, fvcore, transformers 4,
+# detectron2 and diffusers.
+_FILE_FIRST = (
     rf"size mismatch for (?P<key>[^\s:]+): copying a param (?:with shape|of) {_SIZE} from (?:the )?checkpoint,"
-    rf" (?:where )?the shape (?:in (?:the )?current model )?is {_SIZE}"
+    rf" (?:where )?the shape (?:in (?:the )?current model )?is {_SIZE}",
+    rf"'(?P<key>[^' ]+)' (?:(?:to the model )?due to incompatible shapes:|has shape) {_SIZE} in the checkpoint but"
+    rf" {_SIZE} in the model",
+    rf"(?<![\w.])(?P<key>[\w.]+): found shape {_SIZE} in the checkpoint and {_SIZE} in the model",
+    rf"Shape of (?P<key>\S+) in checkpoint is {_SIZE}, while shape of \S+ in model is {_SIZE}",
+    rf"Cannot load (?P<key>\S+) because it has shape {_SIZE} in the checkpoint but shape {_SIZE}",
 )
-_SKIPPED = re.compile(
-    rf"(?:loading parameter )?'(?P<key>[^' ]+)' (?:(?:to the model )?due to incompatible shapes:|has shape) {_SIZE} in"
-    rf" the checkpoint but {_SIZE} in the model"
-)
-# The second wording is that of CenterNet's loader, which the DETR trackers have copied.
-_MODEL_FIRST = re.compile(
-    r"(?:While copying the parameter named \"?|Skip loading parameter )(?P<key>[^\s\",]+)\"?,"
-    rf" (?:whose dimensions in the model are|required shape) ?{_SIZE}"
-    rf"(?: and whose dimensions in the checkpoint are|, loaded shape) ?{_SIZE}"
+# The same with the model's first: of torch 0.3 and 0.4.0, CenterNet (copied by the DETR trackers), diffusers, and mmcv.
+_MODEL_FIRST = (
+    rf"While copying the parameter named \"?(?P<key>[^\s\",]+)\"?, whose dimensions in the model are {_SIZE} and whose"
+    rf" dimensions in the checkpoint are {_SIZE}",
+    rf"Skip loading parameter (?P<key>[^\s\",]+), required shape ?{_SIZE}, loaded shape ?{_SIZE}",
+    rf"because (?P<key>[\w.]+) expected shape (?:tensor\(\.\.\., device='meta', size=)?{_SIZE}\)?, but got {_SIZE}",
+    rf"(?<![\w.])(?P<key>[\w.]+) \| {_SIZE} \| {_SIZE}",
 )
 _MOST_LAYERS = 1000
 _MOST_KEYS = 50_000  # of one kind: a folded name of 40 characters may stand for a billion
@@ -146,23 +152,23 @@ def _keys_in(pattern: re.Pattern[str], text: str) -> Iterator[str]:
         if groups.get("one"):
             yield groups["one"]
         elif groups.get("plain"):
-            yield from groups["plain"].split(", ")
+            yield from groups["plain"].rstrip(".").split(", ")
         elif groups.get("folded"):
             yield from (key for name in re.split(r" (?![^{]*\})", groups["folded"][1:]) for key in _unfolded(name))
         else:
             listed = next((part for part in groups.values() if part), "")
-            yield from _QUOTED.findall(listed)
+            yield from (key for quoted in _QUOTED.findall(listed) for key in quoted.split(", "))
 
 
 def _shapes(text: str) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
-    for match in (*_SIZE_MISMATCH.finditer(text), *_SKIPPED.finditer(text)):
-        yield match["key"], (_shape(match[2]), _shape(match[3]))
     for key, row in _rows(text, "MISMATCH"):
         if row[3] is not None:
             yield key, (_shape(row[3]), _shape(row[4]))
-    for match in _MODEL_FIRST.finditer(text):
-        if match[2] != match[3]:  # otherwise the copy failed for another reason
-            yield match["key"], (_shape(match[3]), _shape(match[2]))
+    for pattern in (*_FILE_FIRST, *_MODEL_FIRST):
+        for match in re.finditer(pattern, text):
+            first, second = (_shape(size) for size in match.groups()[1:] if size is not None)
+            if first != second:  # otherwise the copy failed for another reason
+                yield match["key"], (second, first) if pattern in _MODEL_FIRST else (first, second)
 
 
 def _shape(text: str) -> Shape:

@@ -63,6 +63,7 @@ _NO_WORDS = re.compile(
     r"product|node|graph|categor|feature",
     re.IGNORECASE,
 )
+_COPY_OF_PEFT = re.compile(r"\.(?:modules_to_save\.[^.]+|modules_to_save|original_module|base_layer)$")
 # DETR's queries have no order. Rows for coordinates, or for distances other than between patches, keep their meaning.
 _NO_PLACES = re.compile(
     r"quer(?:y|ies)_|(?:^|[._])(?:rel(?:ative)?_pos(?:ition)?(?!\w*table|_[hwt]$)|[xyhw]_pos|relative_att)|\.pe_[kv]\.",
@@ -280,6 +281,7 @@ def _is_input(shape: Shape, target: Target) -> bool:
 def _is_of_words(key: str, rows: int, target: Target) -> bool:
     path, _, leaf = key.rpartition(".")
     kind = (target.modules or {}).get(path, "")
+    path = _COPY_OF_PEFT.sub("", path)
     if target.vocabularies:
         return "Emb" in kind and bool({rows, rows - 1} & target.vocabularies)
     around = (kind for place, kind in (target.modules or {}).items() if f"{path}.".startswith(f"{place}."))

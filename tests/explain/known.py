@@ -136,6 +136,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "attribute-of-module": (),
     "part-of-a-pipeline": (
+        "AssertionError: You do not have CLIP state dict!",
         "ERROR: VAE is invalid: None\n\nIf the VAE is from a checkpoint loader node your checkpoint does not contain a"
         " valid VAE.",
         "ERROR: clip input is invalid: None\n\nIf the clip is from a checkpoint loader node your checkpoint does not"
@@ -155,6 +156,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " usage, see https://github.com/pytorch/pytorch/pull/103001",
     ),
     "newly-initialized": (
+        "Some weights of the model checkpoint were not used when initializing UNet2DConditionModel: \n"
+        " ['conv_norm_out.bias, conv_norm_out.weight']",
         "WARNING:root:A <class 'LlamaForCausalLM'> model is loaded from './sft', and no v_head weight is found. This IS"
         " expected if you are not resuming PPO training.",
         "LlamaForCausalLM LOAD REPORT from: out\nKey | Status |\nlm_head.weight | MISSING |",
@@ -163,6 +166,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " ['cls.predictions.bias', 'cls.predictions.transform.dense.weight']",
     ),
     "key-by-hand": (
+        "KeyError: 'pos_embed'",
+        "KeyError: 'visual.class_embedding'",
+        "KeyError: 'text_projection'",
+        "KeyError: 'layers.0.blocks.0.attn.relative_position_bias_table'",
         "KeyError: 'backbone.stages.0.blocks.0.attn.w_msa.relative_position_bias_table'",
         "KeyError: 'layers.0.blocks.1.attn.relative_position_bias_table'",
         "KeyError: 'backbone.layer1.0.bn1.running_mean'",
@@ -190,6 +197,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "s.0.lora_A.weight'].",
     ),
     "unused-checkpoint-keys": (
+        "Missing keys (head.weight, head.bias) discovered while loading pretrained weights. This is expected if"
+        " model is being adapted.",
         "'backbone.res4.1.conv1.norm.running_var' has shape (256,) in the checkpoint but (1024,) in the model!"
         " Skipped.",
         "WARNING [11/04 11:35:50 d2.checkpoint.c2_model_loading]: Shape of norm.weight in checkpoint is"
@@ -310,6 +319,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "TypeError: The LoraConfig config that is trying to be loaded is missing required keys: {'peft_type'}.",
     ),
     "settings-of-other-release": (
+        "KeyError: 'Non-existent config key: MODEL.RESNETS.STEM_TYPE'",
+        "The config attributes {'force_upcast': True} were passed to AutoencoderKL, but are not expected and will"
+        " be ignored. Please verify your config.json configuration file.",
         "omegaconf.errors.ConfigKeyError: Key 'eval_wer' not in 'AudioPretrainingConfig'\n    full_key: eval_wer",
         "omegaconf.errors.ConfigKeyError: Key 'config' is not in struct\n    full_key: config",
         "'IterableSimpleNamespace' object has no attribute '__setstate__'. This may be caused by a modified or out"
@@ -317,6 +329,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " ultralytics 'default.yaml' file.",
     ),
     "no-lora-keys": (
+        "AssertionError: weights shape mismatch merging v1 and v2, different dims? / 重みのサイズが合いません",
+        "weights shape mismatch merging v1 and v2, skip: lora_te_text_model_encoder_layers_0_mlp_fc1",
+        "WARNING SHAPE MISMATCH diffusion_model.output_blocks.5.1.proj_in.weight WEIGHT NOT MERGED"
+        " torch.Size([640, 640]) != torch.Size([640])",
+        "weight's shape is different: lora_unet_output_blocks_3_0_out_layers_3.lora_down.weight expected"
+        " torch.Size([64, 1280, 3, 3]) found torch.Size([64, 1280]). SD version may be different",
         "KeyError: 'single_blocks.0.linear1.lora_A.weight'",
         "ERROR lora diffusion_model.double_blocks.0.img_attn.qkv.weight shape '[9216, 3072]' is invalid for input of"
         " size 14155776",
@@ -864,6 +882,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " least one dimension spans across two contiguous subspaces). Call .contiguous() before .view().",
     ),
     "nan": (
+        "{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 1.9e-05, 'epoch': 0.01}",
         "AssertionError: nan or inf found in input tensor.",
         "FloatingPointError: Model diverged with loss = NaN",
         "Epoch: [3][120/5005] Loss: nan (nan) Acc@1 0.10",
@@ -1007,5 +1026,14 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: The state dictionary of the model you are training to load is corrupted. Are you sure it was"
         " properly saved?",
     ),
+    "nan-in-optimizer": (
+        "optimizer state exp_avg_sq has nan values for layer.0.weight",
+        "RuntimeError: Found inf in optimizer state of fc.weight",
+    ),
+    "nothing-was-saved": (
+        'ValueError: `.test(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save the best model.',
+    ),
+    "no-fsdp-module": (),
+    "flattened-range": (),
 }
 """More wordings of each record than its own example, by the record's name."""

@@ -79,6 +79,9 @@ def cut(keys: list[str], characters: int) -> list[str]:
         pytest.param(text(under("model."), cut(under("model."), 6)), id="whole segments: a prefix"),
         pytest.param(text(under(), [*cut(under(), 7), "other.weight"]), id="one key is another"),
         pytest.param(text(["conv1.weight"], ["onv1.weight"]), id="a single key may be a misprint"),
+        pytest.param(
+            text(["fc_norm.weight", "fc_norm.bias", "head.weight"], ["norm.weight", "norm.bias"]), id="the norm of MAE"
+        ),
     ],
 )
 def test_no_characters_cut_off_where_the_names_say_something_else(message: str):
@@ -115,6 +118,13 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
         (text(unexpected=["embeddings.position_ids"]), "1 buffer not in the model"),
         (text(unexpected=["a._fsdp_wrapped_module._flat_param"]), "flat parameter of FSDP"),
         (text(["fc.weight"]), "1 key that the file does not have"),
+        (text(["head.weight", "fc_norm.weight"], ["norm.weight", "decoder_pos_embed"]), "Only the head differs"),
+        (
+            text(["layers.0.mlp.experts.gate_up_proj"], ["layers.0.mlp.experts.0.gate_proj.weight"]),
+            "`layers.0.mlp.experts.gate_up_proj` in the model and `layers.0.mlp.experts.0.gate_proj.weight` in the"
+            " file",
+        ),
+        (text(["h.0.attn.query.weight"], ["h.0.attn.qkv.weight"]), "The layout differs: `h.0.attn.query.weight`"),
         (text(under(), [f"other{n}.kernel" for n in range(5)]), "The other names do not match"),
         (text(under(), ["epoch", "state_dict", "optimizer"]), "the weights are in it under 'state_dict'"),
         (text([], ["epoch", "state_dict", "optimizer"]), "the weights are in it under 'state_dict'"),
@@ -122,6 +132,15 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
         (
             text(None, None, size("wte.embedding.weight", [10, 5], [2, 5])),
             "a vocabulary of 10 in the file and of 2 in the model",
+        ),
+        (
+            text(
+                None,
+                None,
+                size("lm_head.modules_to_save.default.weight", [12, 5], [10, 5]),
+                size("model.embed_tokens.modules_to_save.default.weight", [12, 5], [10, 5]),
+            ),
+            "a vocabulary of 12 in the file and of 10 in the model",
         ),
         (text(None, None, size("conv1.weight", [8, 3, 7, 7], [8, 1, 7, 7])), "3 input channels in the file and 1"),
         (

@@ -29,6 +29,19 @@ head.cls_score.{bias, weight}
         " see this, your model does not fully load the pre-trained weight.",
         "Skip loading parameter 'fc.weight' due to incompatible shapes: (10, 5) in the checkpoint but (2, 5) in the"
         " model!",
+        "- fc.weight: found shape torch.Size([10, 5]) in the checkpoint and torch.Size([2, 5]) in the model"
+        " instantiated",
+        "Shape of fc.weight in checkpoint is torch.Size([10, 5]), while shape of head.fc.weight in model is"
+        " torch.Size([2,"
+        " 5]).",
+        "Cannot load fc.weight because it has shape (10, 5) in the checkpoint but shape (2, 5) in the model.",
+        "ValueError: Cannot load unet because fc.weight expected shape torch.Size([2, 5]), but got torch.Size([10,"
+        " 5]).",
+        "Cannot load unet because fc.weight expected shape tensor(..., device='meta', size=(2, 5)), but got"
+        " torch.Size([10"
+        ", 5]).",
+        "these keys have mismatched shape:\n+-----+-----+-----+\n| key | expected shape | loaded shape |\n"
+        "| fc.weight | torch.Size([2, 5]) | torch.Size([10, 5]) |",
     ],
 )
 def test_the_two_shapes_in_every_wording(sentence: str):
@@ -77,6 +90,16 @@ def test_a_short_name_for_a_billion_keys_takes_no_time():
     [
         "Missing keys (2): ['a.0.weight', 'a.1.weight']\nUnexpected keys (1): ['b.weight']",
         "Missing keys: ['a.0.weight', 'a.1.weight']\nUnexpected keys: ['b.weight']",
+        "Missing keys (a.0.weight, a.1.weight) discovered while loading pretrained weights.\nUnexpected keys (b.weight)"
+        " found while loading pretrained weights.",
+        "Found keys that are in the model state dict but not in the checkpoint: ['a.0.weight', 'a.1.weight']\nFound"
+        " keys"
+        " that are not in the model state dict but in the checkpoint: ['b.weight']",
+        "because the following keys are missing: \n a.0.weight, a.1.weight. \n Please make sure\nSome weights of"
+        " the model"
+        " checkpoint were not used when initializing UNet: \n ['b.weight']",
+        "2024/08/15 12:00:00 - mmengine - WARNING - The model and loaded state dict do not match exactly\n\nunexpected"
+        " key in source state_dict: b.weight\n\nmissing keys in source state_dict: a.0.weight, a.1.weight",
     ],
 )
 def test_lists_that_a_program_prints(sentence: str):
