@@ -33,7 +33,7 @@ from ckptfix.bytes.transfers import PlaceError
 from ckptfix.errors import HostileError, UnreadableError, WeightlessError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
-from ckptfix.reading.folders.rank_shards import COMMON, may_be_rank
+from ckptfix.reading.folders.rank_shards import COMMON, OPTIMIZERS, may_be_rank
 from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART, RANK_NAMES, RankNames
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
 from ckptfix.reading.opening import MODELS, OF_TRAINERS
@@ -151,6 +151,7 @@ ROOT = "."  # the name of a folder that is the whole zoo
 _CHUNK = re.compile(r".*\.distcp", re.DOTALL)
 _METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")
 _COMMON = re.compile("|".join(map(re.escape, (*COMMON, "metadata.json"))))  # what is saved beside the chunks
+_MODELS = re.compile("|".join(map(re.escape, MODELS)))
 _RANK = re.compile(r"shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors")
 
 
@@ -235,15 +236,19 @@ def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
     files, saves of nanotron, and the shards of ranks."""
     ranks = _ranks(place, files)
     chunks = {folder: found for folder in sorted(files.folders) if (found := _distributed(place, folder, files))}
-    for optimizer in [folder for folder in chunks if _last(folder).startswith("optimizer")]:
-        # accelerate saves it in a folder of its own, and the folder above opens as one checkpoint
+    for optimizer in [folder for folder in chunks if _last(folder).startswith(OPTIMIZERS)]:
+        # It was saved in a folder of its own, and the folder above opens as one checkpoint.
         above = optimizer.rpartition("/")[0]
         models = [folder for folder in chunks if folder and folder != optimizer and folder.rpartition("/")[0] == above]
-        if len(models) == 1 and not any(_last(entry.name) in MODELS for entry in files.below(above)):
+        if len(models) == 1 and not files.named(above, _MODELS):
             chunks[above] = chunks.pop(models[0]) + chunks.pop(optimizer)
     for folder in sorted({*files.folders, *ranks, *chunks}):
-        parts = chunks.get(folder) or _unpacked(place, folder, files) or files.named(folder, _RANK)
-        if parts := parts or ranks.get(folder, []) or _nanotron(folder, files):
+        if (
+            parts := chunks.get(folder)
+            or _unpacked(place, folder, files)
+            or ranks.get(folder)
+            or _nanotron(folder, files)
+        ):
             yield _group(folder or ROOT, parts)
 
 
@@ -252,7 +257,7 @@ def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:
     if common and any(_last(entry.name) == ".zarray" for entry in files.below(folder)):
         return files.below(folder)  # the arrays of an older Megatron; opening them reports that
     if not chunks and not any(b"torch.distributed" in _head(place, entry) for entry in described):
-        return []
+        return files.named(folder, _RANK)
     return chunks + described + common
 
 

@@ -312,8 +312,9 @@ def test_a_folder_of_torch_distributed(tmp_path: Path, dcp: Path):
 
 
 @pytest.mark.parametrize("name", ["", "run/checkpoint-5/"])
-def test_what_accelerate_saves_apart_is_one_checkpoint(tmp_path: Path, dcp: Path, name: str):
-    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+@pytest.mark.parametrize("folders", [("pytorch_model_fsdp_0", "optimizer_0"), ("model", "optim")])
+def test_a_model_and_its_optimizer_saved_apart_are_one_checkpoint(tmp_path: Path, dcp: Path, name: str, folders):
+    for part in folders:
         (home := tmp_path / "zoo" / name / part).mkdir(parents=True)
         for file in dcp.iterdir():
             shutil.copyfile(file, home / file.name)

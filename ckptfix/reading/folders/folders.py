@@ -19,7 +19,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
-from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, TORCH_DIST
+from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, OPTIMIZERS, TORCH_DIST
 from ckptfix.reading.folders.ranks import (
     fairscale,
     fairseq2,
@@ -186,13 +186,16 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
         )
     if not models:
         return None
-    document = _read_dcp(models[0], salvage)
+    (model,) = models
+    document = dcp_safetensors.read_folder(model) if dcp_safetensors.looks_like(model) else _read_dcp(model, salvage)
     for child in found if isinstance(document.root, dict) else ():
         if child not in models:
             other = dcp.read_folder(child, salvage)
+            beside = {fsdp.OPTIMIZER: other.root} if is_of_training(other.root) else other.root
             document = replace(
                 document,
-                root={**other.root, **document.root},
+                path=str(folder),
+                root=_with_model({**beside, **document.root}),
                 names=document.names | other.names,
                 remarks=[*document.remarks, *other.remarks],
                 damage=[*document.damage, *other.damage],
@@ -202,8 +205,9 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
 
 def _items(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the folders of torch.distributed.checkpoint in a folder, and those of them that are not optimizers."""
-    found = [child for child in sorted(folder.iterdir()) if child.is_dir() and dcp.looks_like(child)]
-    return found, [child for child in found if not child.name.startswith(fsdp.OPTIMIZER)]
+    folders = [child for child in sorted(folder.iterdir()) if child.is_dir()]
+    found = [child for child in folders if dcp.looks_like(child) or dcp_safetensors.looks_like(child)]
+    return found, [child for child in found if not child.name.startswith(OPTIMIZERS)]
 
 
 def _latest(folder: Path, found: Sequence[Path]) -> Path | None:

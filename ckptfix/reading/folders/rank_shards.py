@@ -47,6 +47,10 @@ TORCH_DIST = "common.pt"
 LIGHTNING = "meta.pt"
 COMMON = (LIGHTNING, TORCH_DIST)
 
+# How the names of folders begin in which an optimizer is saved, next to the model's: ``optimizer_0`` of accelerate,
+# ``optimizer`` of NeMo RL and XTuner, ``optim`` of NeMo AutoModel.
+OPTIMIZERS = "optim"
+
 _GATHER = "put the files of all ranks into one folder, as training saved them: ckptfix repair FOLDER {}-o model.pth"
 RANKS_REMEDY = _GATHER.format("")
 FLAT_REMEDY = (

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_map_only
 
 import ckptfix
 from ckptfix.bytes.sources import FileBytes
@@ -521,17 +523,38 @@ def test_a_file_without_the_others_is_not_the_checkpoint(saved: Path) -> None:
         ckptfix.open_checkpoint(chunks)
 
 
-def test_what_accelerate_saves_apart_is_one_checkpoint(tmp_path: Path) -> None:
-    """``save_state`` of FSDP: a folder for the model, one for the optimizer, and files that hold no weights."""
-    model: dict[str, Any] = {"w": torch.rand(3)}
-    optimizer: dict[str, Any] = {"state": {"w": {"exp_avg": torch.rand(3)}}, "param_groups": []}
-    save({"model": model}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
-    save({"optimizer": optimizer}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+OPTIMIZER: dict[str, Any] = {"state": {"w": {"exp_avg": torch.rand(3)}}, "param_groups": [{"lr": 0.1}]}
+FLAT_OPTIMIZER = {"state.w.exp_avg": torch.rand(3), "param_groups.w.lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("folders", "model", "optimizer"),
+    [
+        (("pytorch_model_fsdp_0", "optimizer_0"), {"model": STATE}, {"optimizer": OPTIMIZER}),
+        (("weights", "optimizer"), STATE, OPTIMIZER),
+        (("weights", "optimizer"), {"model": STATE}, {"optim": OPTIMIZER, "sched": {"last_epoch": 3}}),
+        (("model", "optim"), STATE, {"optim": FLAT_OPTIMIZER, "sched": {"last_epoch": 3}}),
+        (("model", "optim"), "safetensors", {"optim": FLAT_OPTIMIZER}),
+    ],
+    ids=["accelerate", "XTuner", "NeMo RL", "NeMo AutoModel", "NeMo AutoModel: safetensors"],
+)
+def test_a_model_and_its_optimizer_saved_apart_are_one_checkpoint(
+    tmp_path: Path, folders: tuple[str, str], model: Any, optimizer: dict[str, Any]
+) -> None:
+    if model == "safetensors":
+        writer = HuggingFaceStorageWriter(str(tmp_path / folders[0]), save_distributed=True)
+        save({key: value.contiguous() for key, value in STATE.items()}, storage_writer=writer, no_dist=True)
+    else:
+        save(model, checkpoint_id=tmp_path / folders[0], no_dist=True)
+    save(optimizer, checkpoint_id=tmp_path / folders[1], no_dist=True)
     torch.save({"step": 3}, tmp_path / "scheduler.bin")
+    assert ckptfix.open_checkpoint(tmp_path).path == str(tmp_path)
     ckptfix.repair(tmp_path, output=tmp_path / "whole.pth")
     whole = torch.load(tmp_path / "whole.pth")
-    assert torch.equal(whole["model"]["w"], model["w"])
-    assert torch.equal(whole["optimizer"]["state"]["w"]["exp_avg"], optimizer["state"]["w"]["exp_avg"])
+    assert_same({key: whole["model"][key] for key in STATE}, STATE)
+    held, want = (tree_map_only(Tensor, Tensor.tolist, {"optimizer": one} | one) for one in (whole, optimizer))
+    name = "optim" if "optim" in want else "optimizer"
+    assert held[name] == want[name]
 
 
 def test_several_steps_in_a_folder_are_not_chosen_from(tmp_path: Path) -> None:
