@@ -229,17 +229,35 @@ def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterato
             " wrong one of several state_dicts was used.",
             (),
         )
+    for part, reason in _PARTS_LEFT_OUT.items():
+        if some := tuple(filter(part.search, (*missing, *unexpected))):
+            yield f"{counted(len(some), 'key')} {reason}.", some
+            missing, unexpected = (tuple(key for key in keys if not part.search(key)) for keys in (missing, unexpected))
     if missing:
         yield f"{counted(len(missing), 'key')} that the file does not have:", missing
     if unexpected:
         yield f"{counted(len(unexpected), 'key')} that the model has no place for:", unexpected
 
 
+# Parts of a model that inference does without.
+_PARTS_LEFT_OUT = {
+    re.compile(r"(?:^|\.)enc_q\."): (
+        "of the posterior encoder of VITS (RVC, so-vits-svc, GPT-SoVITS), which only training uses, so that exports"
+        " leave it out"
+    ),
+    re.compile(r"\b_extra_state$"): (
+        "of what modules keep beside their weights, such as the scales for fp8 of TransformerEngine: nothing is lost"
+        " unless the model runs in fp8"
+    ),
+}
+
 _FUSED = re.compile(
-    r"\bexperts\.(?:gate_up_proj|down_proj|w\d+)(?:_weight|_bias)?$"
+    r"\bexperts\.(?:gate_up_proj|down_proj|w(?:eight)?\d+)(?:_weight|_bias)?$"
     r"|\b(?:\w*qkv\w*|gate_up_proj|in_proj|c_attn|query_key_value|Wqkv)(?:[._](?:weight|bias))?$"
 )
-_PARTS = re.compile(r"\bexperts\.\d+\.|\b(?:[qkv]_?(?:proj|lin)|query|key|value|to_[qkv]|gate_proj|up_proj)(?=\.|$)")
+_PARTS = re.compile(
+    r"\b(?:local_)?experts\.\d+\.|\b(?:[qkv]_?(?:proj|lin)|query|key|value|to_[qkv]|gate_proj|up_proj)(?=\.|$)"
+)
 
 
 def _of_other_layout(missing: Collection[str], unexpected: Collection[str]) -> tuple[str, str] | None:
@@ -319,10 +337,7 @@ def _advice_on_shapes(mismatch: Mismatch) -> Iterator[Advice]:
     recipes = {} if parts else _recipes(mismatch)
     left = {key: shapes for key, shapes in mismatch.shapes.items() if key not in recipes}
     reasons = _by_reason(left, _cases(mismatch))
-    if ones := reasons.pop(_ONES, None):
-        yield Advice(
-            f"gives {counted(len(ones), 'key')} the axes of the model", "ckptfix repair {FILE} --model {MODEL}"
-        )
+    ones = reasons.pop(_ONES, None)
     if parts:
         yield Advice(
             "puts the ranks together, with the files of all of them in one folder", "ckptfix repair FOLDER -o model.pth"
@@ -330,10 +345,18 @@ def _advice_on_shapes(mismatch: Mismatch) -> Iterator[Advice]:
     if parts or any(reason in _HOPELESS for reason in reasons):
         yield Advice("Do not fill these in: that would give a model with random weights.")
         return
+    if ones:
+        yield Advice(
+            f"gives {counted(len(ones), 'key')} the axes of the model", "ckptfix repair {FILE} --model {MODEL}"
+        )
     if recipes:
         adapt = " ".join(f"--adapt {recipe}" for recipe in dict.fromkeys(recipes.values()))
         is_of_words = "vocab=" in adapt
-        proviso = "if the smaller vocabulary begins the larger" if is_of_words else "by the formula of a library"
+        proviso = (
+            "if the smaller vocabulary begins the larger; if not, build the model with the vocabulary of the file"
+            if is_of_words
+            else "by the formula of a library"
+        )
         yield Advice(
             f"makes {counted(len(recipes), 'key')} fit the model's shapes, {proviso}",
             f"ckptfix repair {{FILE}} --model {{MODEL}} {adapt}",
@@ -348,7 +371,7 @@ def _advice_on_shapes(mismatch: Mismatch) -> Iterator[Advice]:
 def _advice_on_strict(findings: Mapping[str, Finding], mismatch: Mismatch, named: set[str]) -> Iterator[Advice]:
     """Yield what ``strict=False`` would do, which is what most users try."""
     missing = _left(findings, "missing-key")
-    computed = [key for key in missing if is_transient(key, ())]
+    computed = [key for key in missing if is_transient(key, ()) or any(part.search(key) for part in _PARTS_LEFT_OUT)]
     if _is_new_head(mismatch.missing, mismatch.unexpected) and not mismatch.shapes:
         yield Advice("strict=False loads everything but the head, which has to be trained before the model is used.")
     elif len(missing) > len(computed) or mismatch.shapes or (mismatch.missing and not missing and not named):
@@ -360,9 +383,7 @@ def _advice_on_strict(findings: Mapping[str, Finding], mismatch: Mismatch, named
     elif has_statistics(mismatch.unexpected):
         yield Advice(f"strict=False drops keys that are needed: {KEEP_STATISTICS}.")
     elif computed and not _left(findings, "unexpected-key"):
-        yield Advice(
-            "strict=False loads everything that was learned, and keeps the model's own values of these buffers."
-        )
+        yield Advice("strict=False loads everything that the file has, and keeps the model's own values of these keys.")
     elif mismatch.knows_missing and mismatch.unexpected and not mismatch.missing:
         yield Advice(
             "Every key of the model is in the file, so strict=False loads all of it and ignores the rest. Look at the"

@@ -59,7 +59,7 @@ _RUNNING = re.compile(rf"Unexpected running stats buffer\(s\) (?P<quoted>{_NAMES
 
 _SIZE = r"(?:torch\.Size\()?[\[(]([\d, ]*)[\])]\)?"
 # A key, its shape in the file and in the model: of torch since 1.0 and (`of`, `where`) 0.4.1, fvcore, transformers 4,
-# detectron2 and diffusers.
+# detectron2, diffusers and nnU-Net.
 _FILE_FIRST = (
     rf"size mismatch for (?P<key>[^\s:]+): copying a param (?:with shape|of) {_SIZE} from (?:the )?checkpoint,"
     rf" (?:where )?the shape (?:in (?:the )?current model )?is {_SIZE}",
@@ -68,6 +68,7 @@ _FILE_FIRST = (
     rf"(?<![\w.])(?P<key>[\w.]+): found shape {_SIZE} in the checkpoint and {_SIZE} in the model",
     rf"Shape of (?P<key>\S+) in checkpoint is {_SIZE}, while shape of \S+ in model is {_SIZE}",
     rf"Cannot load (?P<key>\S+) because it has shape {_SIZE} in the checkpoint but shape {_SIZE}",
+    rf"parameters of key (?P<key>\S+) is not the same\. Pretrained model: {_SIZE}; your network: {_SIZE}",
 )
 # The same with the model's first: of torch 0.3 and 0.4.0, CenterNet (copied by the DETR trackers), diffusers, and mmcv.
 _MODEL_FIRST = (

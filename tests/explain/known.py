@@ -4,6 +4,7 @@ from __future__ import annotations
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "does-not-fit": (
+        "unexpected_keys=['pretrained.storage_tokens', 'pretrained.local_cls_norm.weight']",
         "Missing keys (64): ['trunk.blocks.0.attn.freqs_cis_real', 'trunk.blocks.0.attn.freqs_cis_imag']...",
         "RuntimeError: Keys 'trunk.ipa.linear_q_points.linear.weight, trunk.ipa.linear_q_points.linear.bias' are"
         " missing.",
@@ -188,11 +189,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " not gathered",
     ),
     "shape-of-loaded-tensor": (
+        "AssertionError: Shape mismatch: torch.Size([4, 8, 192]) vs torch.Size([4, 8, 96])",
         "ValueError: Size mismatch between saved torch.Size([10]) and current: torch.Size([5]) for fc.bias",
         'ValueError: Trying to set a tensor of shape torch.Size([43176, 8192]) in "weight" (which has shape'
         " torch.Size([0])), this look incorrect.",
     ),
     "missing-adapter-keys": (
+        "Missing key for up_blocks.0.attentions.0.attn2.to_v; initializing it to zero.",
         "Loading adapter weights from state_dict led to unexpected keys found in the model:  ['down_block"
         "s.0.lora_A.weight'].",
     ),
@@ -272,6 +275,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " data",
     ),
     "missing-class": (
+        "AttributeError: Can't get attribute 'C3k2' on <module 'ultralytics.nn.modules.block' from '/block.py'>",
         "AttributeError: 'module' object has no attribute 'ShiftConv'",
         "AttributeError: Can't get attribute 'Net'",
         "AttributeError: Can't get attribute 'Net' on <module '__main__' (built-in)>",
@@ -366,6 +370,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "tensor-not-in-safetensors": ("WARNING: Removed shared tensor {'model.lm_head.weight'} while saving.",),
     "safetensors-not-installed": (),
     "dtype-of-newer-torch": (
+        "Dtype not understood: F8_E4M3",
         "KeyError: torch.float8_e4m3fn",
         "SafetensorError: Error while deserializing header: invalid JSON in header: unknown variant `F4`, expected"
         " one of `BOOL`, `U8` at line 1 column 30",
@@ -380,6 +385,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "TypeError: argument of type 'ResNet' is not iterable",
     ),
     "container-key": (
+        "KeyError: 'actor_state_dict'",
         "KeyError: 'g_running'",
         "RuntimeError: No state_dict found in checkpoint file pretrained/swin_tiny_patch4_window7_224.pth",
         "KeyError: 'model_state_dict'",
@@ -466,6 +472,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
     ),
     "no-such-file": (
+        "ValueError: No checkpoints in the directory: '/logs/rsl_rl/reach' match 'model.pth'.",
         "RuntimeError: Cannot find any model weights with `/models/x`",
         "ValueError: No supported config format found in ./out.",
         "EntryNotFoundError: 404 Client Error. Entry Not Found for url:"
@@ -598,6 +605,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "  If so, please report an enhancement request to PyTorch.)",
     ),
     "distributed-missing-key": (
+        "CheckpointingException: Object shard ShardedObject(key='decoder.core_attention._extra_state',"
+        " global_shape=(32,)) not found",
         "ValueError: Could not find shard at 'torch.Size([0, 0])' for FQN: 'model.fc.weight'",
         "KeyError: \"optimizer.state.exp_avg.decoder.final_layernorm.weight from model not in state dict: ['args']\"",
         "ValueError: Invalid checkpoint metadata for opt.param_groups.0.lr, expected BytesStorageMetadata but found"
@@ -882,6 +891,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " least one dimension spans across two contiguous subspaces). Call .contiguous() before .view().",
     ),
     "nan": (
+        "RuntimeError: normal expects all elements of std >= 0.0",
+        "ValueError: Expected parameter loc of distribution Normal to satisfy the constraint Real(), but found"
+        " invalid values:\ntensor([[nan, nan]])",
         "{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 1.9e-05, 'epoch': 0.01}",
         "AssertionError: nan or inf found in input tensor.",
         "FloatingPointError: Model diverged with loss = NaN",
@@ -1035,5 +1047,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "no-fsdp-module": (),
     "flattened-range": (),
+    "policy-without-statistics": (),
 }
 """More wordings of each record than its own example, by the record's name."""

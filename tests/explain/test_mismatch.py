@@ -34,6 +34,8 @@ head.cls_score.{bias, weight}
         "Shape of fc.weight in checkpoint is torch.Size([10, 5]), while shape of head.fc.weight in model is"
         " torch.Size([2,"
         " 5]).",
+        "The shape of the parameters of key fc.weight is not the same. Pretrained model: torch.Size([10, 5]); your"
+        " network: torch.Size([2, 5]).",
         "Cannot load fc.weight because it has shape (10, 5) in the checkpoint but shape (2, 5) in the model.",
         "ValueError: Cannot load unet because fc.weight expected shape torch.Size([2, 5]), but got torch.Size([10,"
         " 5]).",
