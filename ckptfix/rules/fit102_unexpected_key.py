@@ -39,7 +39,7 @@ from ckptfix.core.wording import KEEP_STATISTICS
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
 from ckptfix.rules.fil101_several_state_dicts import choice, choice_of_copies
-from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, other_layout
+from ckptfix.rules.leftovers import NAME_THE_MODEL, is_of_another_model, other_layout
 from ckptfix.rules.rule import Context, Rule
 
 # Segments in the keys of low-rank adapters, next to the layers that they change or around them.

@@ -17,7 +17,8 @@ from ckptfix.core.finding import Applicability, Level
 from ckptfix.core.target import target_from_checkpoint
 from ckptfix.reading.opening import open_state_dict
 from ckptfix.report.advice import Presentation, next_command, remedies_text
-from ckptfix.rules.fit101_missing_key import missing_key, other_layout
+from ckptfix.rules.fit101_missing_key import missing_key
+from ckptfix.rules.leftovers import other_layout
 from tests.rules.proposals import context, propose, repaired
 
 

@@ -10,8 +10,8 @@ import ckptfix
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import Applicability, Blocks, Level
 from ckptfix.report.advice import recommended, remedies_text
-from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL
 from ckptfix.rules.fit103_shape_mismatch import shape_mismatch
+from ckptfix.rules.leftovers import NAME_THE_MODEL
 from tests.rules.proposals import propose, repaired
 
 
