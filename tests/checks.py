@@ -1,7 +1,5 @@
 """The two checks for every rule: it changes nothing, or exactly this."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Tests with the fixture ``real_child`` start real processes. Run as a program, this module is the process that is
 forked."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

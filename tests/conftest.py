@@ -1,7 +1,5 @@
 """Settings and fixtures for all tests."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import logging

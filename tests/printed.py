@@ -1,8 +1,6 @@
 """Checks every command that ckptfix prints in a test with the real parser of the command line, and every call with the
 functions of the library."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import shlex

@@ -1,7 +1,5 @@
 """The README and the pages of docs/ say what the program does: their links lead somewhere, their commands run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The messages of errors: options in them are worded for whoever reads them."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import re

@@ -1,7 +1,5 @@
 """What the program imports before its first answer: a list, since a clock says something else on every machine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

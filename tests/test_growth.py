@@ -1,7 +1,5 @@
 """The work grows as the keys do, and no faster: lines that are run are counted, since a clock is never sure."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections import OrderedDict

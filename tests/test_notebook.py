@@ -1,7 +1,5 @@
 """The notebook of the documentation runs, and shows in each cell what it was saved with."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The public API, from the file that comes in to the file that goes out."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -4,8 +4,6 @@ Each way to save a run is tried with each optimizer and each kind of edit. The r
 model and optimizer are edited live by a function of this file; weights are compared bit for bit after two steps more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

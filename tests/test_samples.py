@@ -1,7 +1,5 @@
 """Every sample has the defect that its README row claims, shown with torch alone; and the script really makes them."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import re

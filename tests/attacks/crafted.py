@@ -1,7 +1,5 @@
 """Crafts files by hand, opcode by opcode. Opcodes: https://docs.python.org/3/library/pickletools.html."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -4,8 +4,6 @@
 line for it.
 """
 
-from __future__ import annotations
-
 import resource
 import signal
 import sys

@@ -2,8 +2,6 @@
 
 Each is refused in one line, or read as if the attack were not there, in a process that may take some 200 MB."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -1,8 +1,6 @@
 """Files that are built to run code or to exhaust the machine end in a typed error or in inert data, in bounded time and
 memory, with nothing run and nothing written."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """Folders of ranks that lie about sizes, places and numbers: a typed error, in bounded time and memory, and no code."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

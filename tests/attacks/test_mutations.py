@@ -1,7 +1,5 @@
 """Real files with random damage: what comes out is a checkpoint or a ``CkptfixError``, and nothing else."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -3,8 +3,6 @@
 What the file was is known here. Each tensor that is written either has its bytes or is named in a finding that stays,
 and where all is said to be well, all is there."""
 
-from __future__ import annotations
-
 import gzip
 import random
 from collections.abc import Callable

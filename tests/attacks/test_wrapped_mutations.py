@@ -1,7 +1,5 @@
 """Archives and compressed files with random damage: a checkpoint or a ``CkptfixError`` comes out."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import zipfile

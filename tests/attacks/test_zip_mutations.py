@@ -3,8 +3,6 @@
 Two laws hold for all of them. What ckptfix calls clean, torch reads, and as it was. What ckptfix gives back of the rest
 is as it was, where no finding names or doubts it."""
 
-from __future__ import annotations
-
 import io
 import random
 import warnings

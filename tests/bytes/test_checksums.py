@@ -1,7 +1,5 @@
 """A damaged storage is never given out as sound, and never goes into a file that would make it look so."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 import zlib

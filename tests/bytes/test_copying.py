@@ -1,7 +1,5 @@
 """However the bytes get into the new file, they are the same."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """A file that is held open: its path may go away, its bytes may not change."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Streams of ranges of files share their buffers, and none sees the bytes of another."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from pathlib import Path

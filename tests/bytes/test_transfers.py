@@ -1,7 +1,5 @@
 """What may pass is tried again, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 

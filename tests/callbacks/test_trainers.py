@@ -1,7 +1,5 @@
 """Small trainings with Lightning and with transformers, in which weights go bad at a known step."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

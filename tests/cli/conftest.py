@@ -1,7 +1,5 @@
 """A working directory with small checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs the command line in a test."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

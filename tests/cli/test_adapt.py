@@ -1,7 +1,5 @@
 """``--adapt`` as a user gives it: the printed command, the repair, the plan, a zoo."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

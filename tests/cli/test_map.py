@@ -1,7 +1,5 @@
 """``ckptfix map`` as it is called."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

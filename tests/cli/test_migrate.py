@@ -1,7 +1,5 @@
 """``ckptfix migrate`` as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

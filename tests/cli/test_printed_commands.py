@@ -1,7 +1,5 @@
 """Every command that ckptfix prints works when it is pasted. ``tests.printed`` parses those of all other tests."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

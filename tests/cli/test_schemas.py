@@ -1,7 +1,5 @@
 """What programs read is as its JSON Schema under ``docs/schemas`` says."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

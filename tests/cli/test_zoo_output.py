@@ -1,7 +1,5 @@
 """What a migration shows while it runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptfix.cli.console import Console

@@ -1,7 +1,5 @@
 """Two files and all that is different between them."""
 
-from __future__ import annotations
-
 import copy
 import tracemalloc
 from pathlib import Path

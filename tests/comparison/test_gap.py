@@ -1,7 +1,5 @@
 """How far two tensors are apart: against torch's and numpy's own arithmetic."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

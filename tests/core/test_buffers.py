@@ -1,7 +1,5 @@
 """Buffers that are known by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptfix.core.buffers import is_buffer_name, is_transient, split_key

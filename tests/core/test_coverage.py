@@ -1,7 +1,5 @@
 """How much of the target came from the file, and what a strict load would stumble over."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

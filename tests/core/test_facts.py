@@ -1,7 +1,5 @@
 """Each kind of fact has a name of its own, and words that its data fills in."""
 
-from __future__ import annotations
-
 import doctest
 
 import pytest

@@ -1,7 +1,5 @@
 """What is worked out of a tensor's dtype, shape, strides and offset, the first time and again."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

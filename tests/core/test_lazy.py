@@ -1,7 +1,5 @@
 """What is imported at its first use."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

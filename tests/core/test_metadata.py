@@ -1,7 +1,5 @@
 """``_metadata`` goes where the keys go."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptfix.core.metadata import rename_metadata, rename_rows

@@ -1,7 +1,5 @@
 """Parts of tensors: each element is used exactly once, and every part can be taken back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

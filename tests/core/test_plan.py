@@ -1,7 +1,5 @@
 """Plans: edits as data, applied in one place."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Progress bars of the library: what they are told, and that nothing is shown without them."""
 
-from __future__ import annotations
-
 import io
 import sys
 from functools import partial

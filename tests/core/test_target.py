@@ -1,7 +1,5 @@
 """What a module or a file wants, compared with what torch's strict load accepts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

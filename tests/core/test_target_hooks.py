@@ -1,7 +1,5 @@
 """What the model's own hooks load is not a defect."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

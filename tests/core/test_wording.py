@@ -1,7 +1,5 @@
 """Names and commands in messages: short lists, and words that a shell reads as they were meant."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

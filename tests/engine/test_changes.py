@@ -1,7 +1,5 @@
 """Tensors that are put together from parts of others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """Whatever goes wrong while the result is written, the source stays as it is and no half file is left behind."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

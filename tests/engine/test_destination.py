@@ -1,7 +1,5 @@
 """What is written is decided in one place: whether it would be another file than the source."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The rules in order: each sees the checkpoint after the fixes of those before it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Plans that were edited by hand: each field of each kind of edit with a value that nobody meant."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -1,7 +1,5 @@
 """The optimizer and the scheduler that a trainer saves in files of their own follow the model that they lie beside."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings without a meaning are refused before anything is read."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

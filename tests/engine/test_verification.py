@@ -1,7 +1,5 @@
 """The written file is compared with the plan down to the last byte, on every way that there is."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 

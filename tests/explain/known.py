@@ -1,7 +1,5 @@
 """Genuine messages of many releases, by the name of the record that they match."""
 
-from __future__ import annotations
-
 KNOWN: dict[str, tuple[str, ...]] = {
     "does-not-fit": (
         "unexpected_keys=['pretrained.storage_tokens', 'pretrained.local_cls_norm.weight']",

@@ -1,7 +1,5 @@
 """An unknown text is told the nearest message, and nonsense is told none."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from difflib import SequenceMatcher

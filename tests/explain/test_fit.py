@@ -1,7 +1,5 @@
 """What the keys in a message say."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptfix.explain import explain

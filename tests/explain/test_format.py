@@ -1,7 +1,5 @@
 """With the file at hand the answer is about that file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages that the installed torch, safetensors and Python raise now, with their whole traceback."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import pathlib

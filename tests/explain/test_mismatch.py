@@ -1,7 +1,5 @@
 """The keys and shapes that a message names."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptfix.explain.mismatch import read_mismatch

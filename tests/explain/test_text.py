@@ -1,7 +1,5 @@
 """Messages are found under what loggers, launchers, terminals and mail put around them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,8 +1,6 @@
 """How often a model is named right, and that none is named wrong: 200 models of the table as people save them, and 100
 nets that the table does not have."""
 
-from __future__ import annotations
-
 import json
 import random
 import shlex

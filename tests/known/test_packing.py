@@ -1,7 +1,5 @@
 """The script that writes the table: what is packed is unpacked again, and a library is replaced alone."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

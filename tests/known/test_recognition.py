@@ -1,7 +1,5 @@
 """A model is named if all of its trunk is there, whatever is around it; nothing else is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """A known structure is the model that its library builds, and sizes of the user are solved and put in exactly."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is done to ``Elements`` is done to arrays as well, and their parts then give the same array."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An inferred map as rules: short, and exactly what was inferred."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

@@ -1,7 +1,5 @@
 """The map from the layers of one implementation to those of another one; the traps first."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

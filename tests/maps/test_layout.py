@@ -1,7 +1,5 @@
 """The steps of a rule: the pasted function of the same map says in torch what they have to give."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any

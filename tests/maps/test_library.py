@@ -2,8 +2,6 @@
 
 All weights are random, or an exchange of two layers would not be seen."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

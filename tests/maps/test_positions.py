@@ -1,7 +1,5 @@
 """Recipes give the parameters in the very order in which the trainers themselves hand them to the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 from typing import Any

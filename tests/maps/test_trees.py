@@ -1,7 +1,5 @@
 """The assignment problem."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Targets made by a factory: where it is looked for, what it costs, and what the user sees when it fails."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

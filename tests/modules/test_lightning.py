@@ -1,7 +1,5 @@
 """Lightning modules with the arguments that the file holds: what reaches the class, and what does not."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models by name: what a name means, what is said of a wrong one, and one repair for each row of docs/models.md."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

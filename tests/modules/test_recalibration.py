@@ -1,7 +1,5 @@
 """Running statistics measured on data, against the definition."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Python runs this file at startup if its folder is in `PYTHONPATH`; `tests/confte
 processes. The schemas are defined only when torchvision is first imported, since importing torch takes a second.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec

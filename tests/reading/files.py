@@ -1,7 +1,5 @@
 """Writes checkpoints with torch or with the package's own writers, and reads them back."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """State_dicts with every kind of tensor that torch has, and a comparison of two of them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Every genuine file of the corpus is read bit for bit, or refused with its true cause."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A header whose length is wrong is read where its JSON shows where it ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Files whose size is not that of their layout: no tensor is another one without a warning that names it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints behind URLs: the same as on this machine, and little of them is fetched."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

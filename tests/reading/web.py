@@ -1,7 +1,5 @@
 """A web server on localhost that serves ranges of files, counts what it sends, and fails as a test plans."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

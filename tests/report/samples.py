@@ -1,7 +1,5 @@
 """Handmade reports on a ResNet saved under DataParallel, before and after its repair."""
 
-from __future__ import annotations
-
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.edits import Drop, Fill, Rename
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy

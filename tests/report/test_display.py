@@ -1,7 +1,5 @@
 """What a result shows at the prompt, when printed, and in a notebook."""
 
-from __future__ import annotations
-
 import logging
 from collections import OrderedDict
 from pathlib import Path

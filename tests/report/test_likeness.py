@@ -1,7 +1,5 @@
 """What a file is like, in one line and with the command that goes on from there."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

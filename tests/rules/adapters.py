@@ -1,7 +1,5 @@
 """Adapters saved and merged by peft, for the tests of merging."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Freshly initialised models with many kinds of layers and initialisations, none of which is a defect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

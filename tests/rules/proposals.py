@@ -1,7 +1,5 @@
 """Runs one rule on a small state_dict of real tensors, without the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

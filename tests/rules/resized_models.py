@@ -1,7 +1,5 @@
 """Models in several sizes, and pairs of them that one recipe makes fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Which tensors of a base the layers of an adapter change: by their names, or an error that says what to do."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Which tensors of another shape a recipe is for, on models of the libraries that write them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

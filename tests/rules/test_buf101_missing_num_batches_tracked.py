@@ -1,7 +1,5 @@
 """BUF101 on real BatchNorms: which counters are supplied, and when to leave it."""
 
-from __future__ import annotations
-
 import pickle
 from collections import OrderedDict
 

@@ -1,7 +1,5 @@
 """BUF102: counters that the target, or an old torch, has no place for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

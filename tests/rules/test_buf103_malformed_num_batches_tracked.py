@@ -1,7 +1,5 @@
 """BUF103: counters in another form than a 0-d int64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """BUF104: buffers that one release saves and the next does not."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 

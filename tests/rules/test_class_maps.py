@@ -1,7 +1,5 @@
 """Heads for other classes: by a map or two lists of names, on single heads and those of detectors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """FIL101: more than one set of weights in a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

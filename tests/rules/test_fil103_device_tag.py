@@ -1,7 +1,5 @@
 """FIL103: tensors that ask for the device that they were saved from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """FIL104: what a safetensors file cannot carry."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

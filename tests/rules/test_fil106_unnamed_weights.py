@@ -1,7 +1,5 @@
 """FIL106: what of a module is no part of its state_dict is said."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """FIL108: an adapter merged into its base has the bytes that peft's merge_and_unload() gives."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """FIL109: a file under the suffix of the other format."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

@@ -1,7 +1,5 @@
 """FIL110: weights of PaddlePaddle have the transposes of torch's linear layers."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """FIL201: what fails its checksum is named, and replaced or left out only on request."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

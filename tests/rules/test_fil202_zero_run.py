@@ -1,7 +1,5 @@
 """FIL202: a hole in a dense tensor is a note, one of whole sectors a warning; zeros that were meant are neither."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FIL203: what is lost of a damaged file is said, and filled only from a donor."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

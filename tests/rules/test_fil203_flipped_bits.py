@@ -1,7 +1,5 @@
 """FIL203: names that one flipped bit keeps from those around them are found, and no others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """FIL204: a block of the file that is another one's, and all that is equal by right."""
 
-from __future__ import annotations
-
 import json
 import struct
 import tracemalloc

@@ -1,7 +1,5 @@
 """FIL901: nothing is written from a file that is built to run code, unless its weights alone are asked for."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from pathlib import Path

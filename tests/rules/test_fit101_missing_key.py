@@ -1,7 +1,5 @@
 """FIT101: what the file does not have, and where else it may come from."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """FIT102: keys that the target has no place for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """FIT103: the right name and another shape."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

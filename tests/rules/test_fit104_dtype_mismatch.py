@@ -1,7 +1,5 @@
 """FIT104: tensors of another dtype than the target's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """FIT105: a tied key that the file does not repeat."""
 
-from __future__ import annotations
-
 import pytest
 import safetensors.torch
 import torch

@@ -1,7 +1,5 @@
 """FIT106: weights that FSDP flattened get their names and shapes from the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

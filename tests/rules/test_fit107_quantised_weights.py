@@ -1,7 +1,5 @@
 """FIT107: codes of quantised weights become floats by the formula of their library, or nothing at all."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FIT108: stacks of layers of another depth."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Following: which position of a saved optimizer each parameter of the result gets its state from."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """KEY101: segments that only wrappers make."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

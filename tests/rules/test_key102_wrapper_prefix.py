@@ -1,7 +1,5 @@
 """KEY102: a leading ``module.``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

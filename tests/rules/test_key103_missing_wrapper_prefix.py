@@ -1,7 +1,5 @@
 """KEY103: the target is wrapped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

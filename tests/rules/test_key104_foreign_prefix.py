@@ -1,7 +1,5 @@
 """KEY104: a prefix that the target does not have, or one that the file lacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """KEY105 on modules of this torch: old and new weight_norm and spectral_norm, DenseNet's and LayerNorm's names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

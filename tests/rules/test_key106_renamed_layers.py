@@ -1,7 +1,5 @@
 """KEY106: the layers have the names and the layout of another implementation."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from typing import Any

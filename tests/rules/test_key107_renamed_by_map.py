@@ -1,7 +1,5 @@
 """KEY107: the user's map; what it must not do comes first."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

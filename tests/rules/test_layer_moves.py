@@ -1,7 +1,5 @@
 """What a map moves: nothing takes the place of a layer that stays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every rule is listed, has its manual and its test, and is called like its file."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

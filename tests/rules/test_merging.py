@@ -1,7 +1,5 @@
 """Which tensors an adapter changes: by names, shapes and configuration, or an error that says what does not fit."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Which tensors of another shape a recipe of ``--adapt`` is for, by models of the libraries and of our own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A training that goes on after a repair makes the very step that it would have made: train, edit, repair, resume."""
 
-from __future__ import annotations
-
 import copy
 import json
 import zlib

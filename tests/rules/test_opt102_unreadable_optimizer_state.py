@@ -1,7 +1,5 @@
 """The state of low-bit optimizers goes through a repair bit for bit, and what cannot is no secret."""
 
-from __future__ import annotations
-
 import enum
 import importlib
 import pickle

@@ -1,7 +1,5 @@
 """Moments that are not finite are named, and left out."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """An optimizer whose moments have the shape of no weight is that of another model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

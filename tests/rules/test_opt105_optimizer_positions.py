@@ -1,7 +1,5 @@
 """``check --optimizer``: which state belongs to which parameter, and how sure that is."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Averages of an optimizer that no training leaves, as of files that were exchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Origins: what each tensor of the result is made of, whatever the steps of a plan were."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest

@@ -1,7 +1,5 @@
 """An optimizer follows the weights that it trains, and no others of the file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which names the positions of a saved optimizer may have."""
 
-from __future__ import annotations
-
 from tests.rules.test_following import followed, net, sources
 
 

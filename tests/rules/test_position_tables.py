@@ -1,7 +1,5 @@
 """Of which grids the rows of tables of positions are, and which recipes resample them."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

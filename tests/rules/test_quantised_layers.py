@@ -1,7 +1,5 @@
 """Codes of weights are known by what is beside them, under whatever names they go on."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Nothing is replaced unasked, and nothing by what is broken itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

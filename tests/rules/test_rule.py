@@ -1,7 +1,5 @@
 """What a rule sees: the initial values of a model that has none, or is too large to be built for them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """VAL207: a number far beyond what any training gives."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

@@ -1,7 +1,5 @@
 """VAL208: bytes that were read as another dtype than they were written in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

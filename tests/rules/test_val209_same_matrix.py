@@ -1,7 +1,5 @@
 """VAL209: two weight matrices with the same values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

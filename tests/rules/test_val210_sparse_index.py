@@ -1,7 +1,5 @@
 """VAL210: indices of sparse tensors that are outside of the shape; torch's own check says which are."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

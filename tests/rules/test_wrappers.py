@@ -1,7 +1,5 @@
 """Models saved by torch through each of its wrappers, and the arithmetic on names that the KEY rules share."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writes files for the models of tests/smoke/models.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that really fail on a GPU. Every public class is a factory."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Models that pass the forward test, or fail it in one particular way each. Every public name here is a factory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

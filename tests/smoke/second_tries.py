@@ -1,7 +1,5 @@
 """Models that fail until they run in another way, or on other numbers. Every public class is a factory."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

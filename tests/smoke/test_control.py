@@ -1,7 +1,5 @@
 """What other numbers and a second model say of a failure, on the whole test in-process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

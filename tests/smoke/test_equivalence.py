@@ -1,7 +1,5 @@
 """A map is proved by running the file's model and the target."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the child does, here in-process: everything but crashes and time-outs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

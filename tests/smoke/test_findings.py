@@ -1,7 +1,5 @@
 """Outcomes in words. They are made by hand; the other tests of this folder have real ones."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

@@ -4,8 +4,6 @@ test_run have stand-ins that raise the genuine messages.
 Each test starts a child, since an assert of a kernel ends the GPU's use for its process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

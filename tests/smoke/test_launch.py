@@ -1,7 +1,5 @@
 """How the child is started, and how it may end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

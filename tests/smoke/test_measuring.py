@@ -1,7 +1,5 @@
 """``--recalibrate``: the statistics of broken norms come from the user's data, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

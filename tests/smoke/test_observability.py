@@ -1,7 +1,5 @@
 """Which tensors could be exchanged without an output that shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any

@@ -1,7 +1,5 @@
 """The comparison with another checkpoint: what is compared, and what is said where nothing can be."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From how the child ended to the result and the findings. The endings are made by hand; test_launch has real ones."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

@@ -1,7 +1,5 @@
 """Computes statistics by exact arithmetic, and compares them."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

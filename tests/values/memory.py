@@ -1,7 +1,5 @@
 """Checkpoints in memory, made of real torch tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What an adapted model answers, on pictures that torch's own dependencies ship."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The formulas of ``--adapt``, each beside the function of the library that it is named for: the same bits."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights of bitsandbytes in four bits become what its ``dequantize_4bit`` made of them, or nothing."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The compiled pass finds what numpy finds, whatever the bits."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

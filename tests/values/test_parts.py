@@ -1,7 +1,5 @@
 """Tensors in parts, by one thread or several: the same figures."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Figures of runs, joined; and numpy finds what exact arithmetic finds, in every dtype."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whatever kills the process, the old state or the whole new file is there, and the next run clears up."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

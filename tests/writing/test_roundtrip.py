@@ -1,7 +1,5 @@
 """What is read and written again is the same, for every format, every dtype and every way to lie in memory."""
 
-from __future__ import annotations
-
 import pickle
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tensors behind the header keep their place in a page, where that is possible."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A repair may write shards with an index; what reads them back, reads the same checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from pathlib import Path

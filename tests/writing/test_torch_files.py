@@ -1,7 +1,5 @@
 """Large storages keep their place in a page, and torch finds all of them by every way it has."""
 
-from __future__ import annotations
-
 import io
 import os
 import zipfile

@@ -1,7 +1,5 @@
 """Folders from which DeepSpeed resumes, made of its ranks: what they hold is what ``ds_to_universal.py`` makes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An S3 server on localhost whose answers fail as a test plans."""
 
-from __future__ import annotations
-
 import io
 import socket
 import struct

@@ -1,7 +1,5 @@
 """The S3 server of the tests, with a bucket for each test."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Factories that kill the process or never return, and some that work."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

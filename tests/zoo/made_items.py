@@ -1,7 +1,5 @@
 """Writes small zoos, and lists them."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The same zoo on Ray as on this machine: to the byte, whatever becomes of a worker."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Outputs are durable and in place before a line tells of them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

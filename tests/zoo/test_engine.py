@@ -1,7 +1,5 @@
 """Worker processes: one that dies takes one job with it, and no other."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

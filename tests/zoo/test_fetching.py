@@ -1,7 +1,5 @@
 """An item is opened where it lies, or as a copy that does not stay."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier

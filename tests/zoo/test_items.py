@@ -1,7 +1,5 @@
 """What is in a zoo: each file in one item."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

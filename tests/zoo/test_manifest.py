@@ -1,7 +1,5 @@
 """Lines of the manifest, and the document that says what is in them."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib import metadata

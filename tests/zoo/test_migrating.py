@@ -1,7 +1,5 @@
 """A whole migration: every outcome, and the same tree however often it is killed."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

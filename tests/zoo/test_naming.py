@@ -1,7 +1,5 @@
 """Names with a hash get that of the new content, and names without one stay as they are."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import re

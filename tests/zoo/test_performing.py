@@ -1,7 +1,5 @@
 """One job, whatever its file is."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

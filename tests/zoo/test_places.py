@@ -1,7 +1,5 @@
 """Local folders: everything below them is listed once, and nothing is half-written."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What is to be done with each item, and under which name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

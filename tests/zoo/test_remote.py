@@ -1,7 +1,5 @@
 """Places behind URLs: what arrives is whole, whatever happens on the way, and what is not whole is nowhere."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """A migration from a bucket to a bucket: the same result as on this machine, whatever happens on the way."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

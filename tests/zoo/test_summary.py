@@ -1,7 +1,5 @@
 """The counts of a migration."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptfix.zoo.manifest import Outcome

@@ -1,7 +1,5 @@
 """The books and the scratch folder of a migration."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

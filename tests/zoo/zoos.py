@@ -1,7 +1,5 @@
 """Creates a zoo of some thirty files with every outcome, migrates it, and compares the results."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Packed streams that end early or fail: every byte that a decoder can make comes out."""
 
-from __future__ import annotations
-
 import bz2
 import lzma
 import random

@@ -1,7 +1,5 @@
 """What the directory of an archive says, whole or damaged."""
 
-from __future__ import annotations
-
 import io
 import re
 import struct

@@ -1,7 +1,5 @@
 """What torch refuses of a zip archive in which every byte can be found: a finding, and a file that it reads."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Single bits of a zip archive that say something else: every tensor comes back, or is named."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import zipfile

@@ -1,7 +1,5 @@
 """Members that are not where the directory says, or not what it calls them: the right bytes, a finding, or none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Members of an archive that has lost its directory: what is after the last one tells whether it is whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

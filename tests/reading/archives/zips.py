@@ -1,7 +1,5 @@
 """Zip archives whose fields tests can change by name."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from typing import Any

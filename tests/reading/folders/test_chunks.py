@@ -1,7 +1,5 @@
 """A tensor in boxes reads as the whole tensor, whatever the boxes and wherever the reading begins."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 
 import pytest

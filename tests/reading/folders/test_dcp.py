@@ -1,7 +1,5 @@
 """Folders of torch.distributed.checkpoint: as torch writes them from one process, and in chunks as several write."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import warnings

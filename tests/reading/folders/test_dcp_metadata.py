@@ -1,7 +1,5 @@
 """The metadata of torch.distributed.checkpoint is a pickle of claims."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

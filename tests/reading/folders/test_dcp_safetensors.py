@@ -1,7 +1,5 @@
 """Shards of torch's HuggingFaceStorageWriter, put together."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A folder is a checkpoint, or the error says which file in it may be meant."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

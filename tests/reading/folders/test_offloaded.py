@@ -1,7 +1,5 @@
 """Weights that accelerate moved to the disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

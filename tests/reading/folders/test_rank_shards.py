@@ -1,7 +1,5 @@
 """One rank's part of a distributed checkpoint is told from a checkpoint that is whole by itself."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The index of a sharded checkpoint is JSON with file names in it, and none of them is believed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shards become one checkpoint, and whatever index and shards do not agree on is said."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma

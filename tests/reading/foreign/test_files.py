@@ -1,7 +1,5 @@
 """What is not a checkpoint is named for what it is; what may be one, and noise, are not."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

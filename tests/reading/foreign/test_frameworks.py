@@ -1,7 +1,5 @@
 """Models of other frameworks are recognised by how they begin, noise is not."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

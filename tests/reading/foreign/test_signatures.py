@@ -1,7 +1,5 @@
 """Archives are named by what is in them, and what may be a checkpoint among it is left to the user."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Plain pickles that are damaged on the way: what comes before the damage is read, and never a wrong byte unsaid."""
 
-from __future__ import annotations
-
 import pickle
 import pickletools
 import random

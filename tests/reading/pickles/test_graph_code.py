@@ -1,7 +1,5 @@
 """The code of a torch.fx graph: what torch writes passes, and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights as numpy arrays in plain pickles: the model zoos of Detectron 1 (Caffe2) and Detectron2."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

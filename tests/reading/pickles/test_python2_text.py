@@ -1,7 +1,5 @@
 """Strings of Python 2: the names that torch gives them, and the bytes of arrays whatever they look like."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

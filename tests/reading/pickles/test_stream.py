@@ -1,7 +1,5 @@
 """The bytes of a pickle come alike from memory and, a window at a time, from a file."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptfix.bytes.sources import Content

@@ -1,7 +1,5 @@
 """Plain pickles that end early: what was whole by then, and never a wrong byte."""
 
-from __future__ import annotations
-
 import pickle
 from collections import OrderedDict
 from pathlib import Path

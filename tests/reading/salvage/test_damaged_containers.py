@@ -1,7 +1,5 @@
 """Damaged archives and compressed files: the true cause, and every tensor of which all bytes came out of them."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Damaged files: exactly the tensors whose bytes are whole, bit for bit, or an error that is meant."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import OrderedDict

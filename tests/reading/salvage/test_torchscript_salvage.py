@@ -1,7 +1,5 @@
 """Damaged TorchScript archives: every weight that has its bytes and its name, and the true cause where none has."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """Zeros at the end of a file: those that training left, and those of a transfer that stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Torch archives that another program packed, and members whose sizes or checksums are not what they should be."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Callable

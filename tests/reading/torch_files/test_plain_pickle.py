@@ -1,7 +1,5 @@
 """Plain pickles: what is wrong with one that can be read to its end all the same."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

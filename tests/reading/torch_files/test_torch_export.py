@@ -1,7 +1,5 @@
 """Programs of torch.export: the weights in them are those of the exported module."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantised layers in TorchScript: the state_dict that torch itself would give of the module."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

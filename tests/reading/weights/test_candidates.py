@@ -1,7 +1,5 @@
 """Which state_dict of a file is taken, and what lies beside it."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A list of a model's parameters in their order, as torch_ema keeps an average."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Tensors in plain attributes of whole models: named where they would be lost, and nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two sets of weights in one state_dict, each under a prefix."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Whole models with quantised layers: the state_dict that torch itself would give."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Parses a page as a browser would: its elements, and the data in them."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of a small migration with all outcomes, and names that look like markup."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The zoo consists of the project's sample checkpoints: some unchanged, some trained a little longer, some broken.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The page in a real browser: it opens, filters, sorts, shows a file, and asks no network for anything."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

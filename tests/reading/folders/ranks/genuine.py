@@ -1,7 +1,5 @@
 """Folders written by the frameworks themselves, with the results of their own consolidation (``samples``)."""
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks whose files differ from the first one's only near their beginning: what is read of them is what they hold."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Optimizers in files and folders of their own beside the ranks of a model, as verl and accelerate save them."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks of fairscale's FSDP, made by its own rule for the parts of a flat parameter (``_get_shard``)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts of fairseq2, which are plain tensors under the names of the whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from shutil import copyfile, copytree
 

@@ -1,7 +1,5 @@
 """Ranks of FSDP 1 and 2, HSDP and tensor parallelism that torch wrote, beside torch's own full state_dict."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 FSDP is that of the installed torch. DeepSpeed and Megatron are the installed ones, or those of the Python that
 ``CKPTFIX_DEEPSPEED`` and ``CKPTFIX_MEGATRON`` name."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

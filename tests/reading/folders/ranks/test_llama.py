@@ -1,7 +1,5 @@
 """Llama's consolidated shards: a random model, divided as fairscale's layers divide it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron's ranks: genuine ones of megatron-core, and small ones of every kind of parallelism."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path

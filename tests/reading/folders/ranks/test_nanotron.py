@@ -1,7 +1,5 @@
 """nanotron's files of one parameter and rank each: written as ``serialize/weights.py`` does."""
 
-from __future__ import annotations
-
 import json
 from itertools import accumulate
 from pathlib import Path

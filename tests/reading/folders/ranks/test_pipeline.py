@@ -1,7 +1,5 @@
 """Folders with a file for each layer: DeepSpeed's pipelines, and GPT-NeoX's."""
 
-from __future__ import annotations
-
 import struct
 import zipfile
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Universal checkpoints that DeepSpeed's ``ds_to_universal.py`` made."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ZeRO folders that DeepSpeed wrote, beside what its own ``zero_to_fp32`` makes of them."""
 
-from __future__ import annotations
-
 import shutil
 import zipfile
 from collections import OrderedDict

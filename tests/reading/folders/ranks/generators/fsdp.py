@@ -3,8 +3,6 @@
 Kinds: ``sharded``, ``local`` and ``names`` (FSDP 1: SHARDED_STATE_DICT, LOCAL_STATE_DICT without and with
 ``use_orig_params``), ``fsdp2`` (``fully_shard``), ``tensor_parallel`` and ``hybrid``."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module

@@ -3,8 +3,6 @@
 A case is ``TENSOR-PIPELINE-CHUNKS-gelu|swiglu-mha|gqa-tied|untied``. Beside the ranks of each (``CASE``) there is the
 same model as ``torch_dist`` (``CASE-dist``), and what Megatron itself loads of that on one rank (``CASE.pt``)."""
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import Namespace

@@ -4,8 +4,6 @@ A case is ``STAGE-DTYPE-EP-GROUPS``: stage 0, 1 or 2; fp32, bf16 or fp16; over h
 or two optimizer groups. Its truth, ``CASE.pt``, is gathered from the live optimizers: masters and moments, by fragment
 and name; of stage 0, the weights of the training."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

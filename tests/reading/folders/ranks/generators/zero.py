@@ -5,8 +5,6 @@ A case is ``STAGE-DTYPE-GROUPS``: stage 1 to 3; fp32, bf16 or fp16; one, two or 
 27 are made. Each has its truth beside it, ``CASE.pt``: what ``zero_to_fp32`` makes of it, and the moments of
 ``ds_to_universal``, where the release has that. Sub-groups are small."""
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import Namespace
