@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, to_builtins
 
+from ckptfix.core.adapter_methods import METHODS
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.parts import Part, Shape, Size, full
 
@@ -214,6 +215,8 @@ FORMS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("linear", "conv", "experts"), (2, 3)),
     **{"tucker": (3, 4), "hadamard": (4, 7), "kronecker": (2, 6)},
     **dict.fromkeys(("bias", "scale", "rows", "whole"), (1, 1)),
+    **{kind.lower(): (len({*method.roles.values()}),) * 2 for kind, method in METHODS.items()},
+    "bat": (1, 1),
 }
 
 
@@ -224,8 +227,9 @@ class Delta(Struct, frozen=True, forbid_unknown_fields=True):
     (``B @ A``), ``conv``, ``tucker`` (three convolutions; the third factor has the kernel), ``experts`` (a product per
     expert), ``hadamard`` and ``kronecker`` (LoHa and LoKr, whose factors are recognised by their names); the factors of
     each of these may be followed by DoRA's magnitude; ``bias`` (a tensor is added), ``scale`` (a product with a
-    vector), ``rows`` (the rows of ``rows`` are replaced), or ``whole`` (the whole tensor is). ``transposed``: the
-    tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype before it is added.
+    vector), ``rows`` (the rows of ``rows`` are replaced), ``whole`` (the whole tensor is), or a type of peft
+    (``METHODS``; ``bat`` is a variant of MiSS), with ``number`` from its configuration. ``transposed``: the tensor has
+    the inputs first. ``rounds``: the change is rounded to the tensor's dtype before it is added.
     ``is_narrow``: the factors are rounded to it too. ``weight`` is the user's factor of ``scaling``. ``expert``:
     the factors belong to all experts, and this tensor is part of one: the expert's number, the number of experts, and
     the first row of the product and one past the last. ``within``: the first row that changes and one past the last, in
@@ -242,6 +246,7 @@ class Delta(Struct, frozen=True, forbid_unknown_fields=True):
     weight: float = 1.0
     expert: Shape = ()
     within: Shape = ()
+    number: int = 0
 
     def __post_init__(self) -> None:
         fewest, most = FORMS[self.form]

@@ -16,6 +16,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content
+from ckptfix.core.adapter_methods import METHODS, Method
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Kind
@@ -47,6 +48,9 @@ _ROLES = {
     **{name: name for name in (*HADAMARD, *KRONECKER, *CORES)},
     **{"diff": "diff", "w_norm": "diff", "diff_b": "diff_b", "b_norm": "diff_b"},
 }
+# Roles that only files of one type have.
+_OF_TYPES = {name: kind for kind, method in METHODS.items() for name in method.roles if name not in _ROLES}
+_ROLES |= {name: role for method in METHODS.values() for name, role in method.roles.items()}
 # Roles of tensors that replace those of their module.
 _REPLACED = {"norm": "weight", "norm_bias": "bias"}
 _DIFFERENCES = frozenset(("diff", "diff_b"))
@@ -112,7 +116,7 @@ _VARIANTS = {
 # Settings of peft under which each layer has a further tensor, and its role.
 _LAYERS_HAVE = {"use_dora": "magnitude", "lora_bias": "bias"}
 
-_MERGED = ("LORA", "LOHA", "LOKR", "IA3", "TRAINABLE_TOKENS", "LN_TUNING")
+_MERGED = ("LORA", "LOHA", "LOKR", "IA3", "TRAINABLE_TOKENS", "LN_TUNING", *METHODS)
 
 # Types that cannot be merged into weights, each with the reason.
 UNMERGED = {
@@ -143,7 +147,7 @@ class AdapterLayer(Struct, frozen=True):
     @property
     def is_embedding(self) -> bool:
         """Whether it changes an embedding, by peft's names."""
-        return ".lora_embedding_" in self.keys.get("A", "")
+        return any(name in self.keys.get("A", "") for name in (".lora_embedding_", ".hira_embedding_"))
 
     @property
     def is_mlx(self) -> bool:
@@ -208,6 +212,11 @@ class Adapter(Struct, frozen=True):
         """The type in the configuration, in capitals; LORA if it has none."""
         return str(self.config.get("peft_type") or self.config.get("swift_type") or "LORA").upper()
 
+    @property
+    def method(self) -> Method | None:
+        """The type, if it changes a matrix by a formula of its own."""
+        return METHODS.get(self.kind)
+
     def refused(self, words: str, remedy: str, *option: Opt) -> AdapterError:
         """Return the error for an adapter that cannot be merged."""
         return AdapterError(f"{self.path or self.checkpoint.path}: {words}; {remedy}", *option)
@@ -250,6 +259,8 @@ class Adapter(Struct, frozen=True):
 
     def sizes(self, layer: AdapterLayer) -> frozenset[int]:
         """Return the numbers of inputs and outputs of a layer, as far as its tensors show them."""
+        if self.method is not None:
+            return frozenset()
         of_end = {role: spec.shape for role in layer.keys if (spec := self.spec(layer, role)) is not None}
         if layer.is_kronecker:
             one, two = (self.whole_shape(layer, name) for name in ("lokr_w1", "lokr_w2"))
@@ -280,12 +291,16 @@ class Adapter(Struct, frozen=True):
         config, one = self.settings(layer), self.with_rank(layer)
         stored = 0 if one is None or not one.shape else one.shape[0]
         source, remedy = "", FETCH
-        if "r" in config and not layer.is_kohya:
+        if "r" in config and not layer.is_kohya and self.method is None:
             stored = int(_by_pattern(config, "rank_pattern", layer.module, config["r"]))
             source, remedy = f" according to r or rank_pattern in {CONFIG}", OWN_CONFIG
         if stored < 1:
             raise self.refused(f"{layer.module} has the rank {stored}{source}", remedy)
         return stored
+
+    def number(self, name: str) -> float:
+        """Return a number of the configuration. Raises ``AdapterError`` for anything else."""
+        return _number(name, self.config.get(name))
 
     def scaling(self, layer: AdapterLayer, key: str = "") -> float:
         """Return the factor of a layer's product, for the tensor ``key`` of the base. Raises ``AdapterError`` if it is
@@ -345,7 +360,9 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
     except (ValueError, RecursionError):
         noted = None
     config = config or (noted if isinstance(noted, dict) else {})
+    kind = str(config.get("peft_type")).upper()
     found: dict[tuple[str, str], dict[str, str]] = {}
+    shared: dict[str, str] = {}  # tensors that all layers use
     names: set[str] = set()
     saved: dict[str, str] = {}
     for key in checkpoint.specs:
@@ -353,13 +370,20 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         own = _PROCESSOR.sub(lambda found: f".{found[1]}{'.0' if found[1] == 'to_out' else ''}.lora.", key)
         own = _XLABS.sub(lambda of: f"diffusion_model.{of[1]}.{_XLABS_SIDES[of[3]]}_attn.{of[2]}.lora", own)
         match = _TENSOR.fullmatch(own)
-        if match is None or (match["leaf"] == ".bias" and f"{match['role']}.bias" not in _ROLES):
+        if (
+            match is None
+            or (match["leaf"] == ".bias" and f"{match['role']}.bias" not in _ROLES)
+            or _OF_TYPES.get(match["role"], kind) != kind
+        ):
             # With bias="all", peft also saves the biases of modules that modules_to_save replaces.
             if (path and ".original_module." not in key) or ".modules_to_save." in key:
                 saved[_wrapped(strip_segments(_SAVED.sub("", key)))] = key
             names.update(name for name in _SAVED.findall(key) if name)
             continue
         role = _ROLES.get(match["role"] + (match["leaf"] or "")) or _ROLES[match["role"]]
+        if kind in METHODS and match["module"] == "base_model":
+            shared[role] = key
+            continue
         component = None if is_peft else _COMPONENT.match(match["module"])
         # Without the path of an adapter, the file may be a model with parameters of this name.
         is_named = component is not None and (path or component["dotted"] in (None, "diffusion_model"))
@@ -377,7 +401,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         if match["name"]:
             names.add(match["name"])
     layers = (
-        AdapterLayer(".".join(part for part in module.split(".") if part not in _NESTED), prefix, keys)
+        AdapterLayer(".".join(part for part in module.split(".") if part not in _NESTED), prefix, {**shared, **keys})
         for (prefix, module), keys in found.items()
         if keys.keys() != {"alpha"}  # that is a parameter of the model
     )
@@ -488,6 +512,8 @@ def foreign_type(adapter: Adapter) -> str:
     for any other adapter."""
     if adapter.kind not in _MERGED:
         return adapter.kind
+    if adapter.method is not None:
+        return ""
     found = next(filter(None, map(_FOREIGN.search, adapter.checkpoint.specs)), None)
     if found is None:
         return ""
@@ -498,7 +524,8 @@ def foreign_type(adapter: Adapter) -> str:
 def is_foreign(adapter: Adapter, key: str) -> bool:
     """Return whether a tensor belongs to an adapter that cannot be merged, and not to a model."""
     found = _FOREIGN.search(key)
-    is_of_adapter = key.endswith(".alpha") or (bool(adapter.config) and key.startswith("base_model."))
+    is_of_peft = key.startswith("base_model.") and (bool(adapter.config) or ".lora_" in key)
+    is_of_adapter = key.endswith(".alpha") or is_of_peft
     return found["scalar"] is None if found else is_of_adapter
 
 
@@ -509,6 +536,8 @@ def _refuse(adapter: Adapter) -> None:
         if other in UNMERGED:
             remedy = "load it along with the model, in peft with PeftModel.from_pretrained()"
             raise adapter.refused(f"an adapter of the type {other}, which {UNMERGED[other]}", remedy)
+        if other in METHODS:
+            raise adapter.refused(f"an adapter of the type {other}, without its {CONFIG}", "put that next to it")
         remedy = OWN_LIBRARY + " (in peft: merge_and_unload())" * ("peft_type" in config)
         raise adapter.refused(f"an adapter of the type {other}, which ckptfix does not merge", remedy)
     types = {layer.type.upper() for layer in adapter.layers}
@@ -520,8 +549,10 @@ def _refuse(adapter: Adapter) -> None:
             raise adapter.refused(f"trained with {words} and cannot be merged from its matrices only", "use peft")
 
 
-def _matrices(layer: AdapterLayer) -> Sequence[str]:
+def _matrices(adapter: Adapter, layer: AdapterLayer) -> Sequence[str]:
     """Return the roles of the matrices that a layer requires."""
+    if adapter.method is not None:
+        return tuple(dict.fromkeys(adapter.method.roles.values()))
     if not layer.keys.keys() - {*_DIFFERENCES, "alpha"}:
         return ()
     if layer.keys.keys() & {*KRONECKER}:
@@ -559,22 +590,25 @@ def check_alone(adapter: Adapter) -> None:
         raise adapter.refused(words, FETCH)
     for layer in adapter.layers:
         for role, key in layer.keys.items():
-            if role != "alpha" and "float" not in (dtype := adapter.checkpoint.specs[key].dtype):
+            if role not in ("alpha", "shira_indices") and "float" not in (dtype := adapter.checkpoint.specs[key].dtype):
                 words = f"{key} is stored as {dtype}, but changes of weights are floats"
                 raise adapter.refused(words, "use the adapter from before the conversion")
         if {"scale", "tokens", *_REPLACED} & layer.keys.keys():
             continue
-        matrices = _matrices(layer)
+        matrices = _matrices(adapter, layer)
         if other := next((role for role in _MATRICES if role in layer.keys and role not in matrices), ""):
             words = f"{layer.module} has matrices of two types ({matrices[0]} and {other})"
             raise adapter.refused(words, OWN_LIBRARY)
         specs = [spec for role in matrices if (spec := adapter.spec(layer, role)) is not None]
+        if len(specs) < len(matrices) and adapter.config.get("save_projection") is False:
+            words = "saved without its random matrices (save_projection=False)"
+            raise adapter.refused(words, "merge it in peft, which makes them again")
         if len(specs) < len(matrices):
             raise adapter.refused(f"{layer.module} has only {len(specs)} of its {len(matrices)} matrices", FETCH)
         if any(spec.numel == 0 for spec in specs):
             words = f"{layer.module} has an empty matrix, as ZeRO-3 and FSDP save parameters that were not gathered"
             raise adapter.refused(words, "gather them and save the adapter again")
-        if not adapter.config or not specs:
+        if not adapter.config or not specs or adapter.method is not None:
             continue
         adapter.scaling(layer)
         rank, one, settings = adapter.rank(layer), adapter.with_rank(layer), adapter.settings(layer)

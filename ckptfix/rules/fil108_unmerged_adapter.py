@@ -41,6 +41,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, sqrt
 from pathlib import Path
 
+from ckptfix.core.adapter_methods import METHODS
 from ckptfix.core.buffers import modules_of
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import MergeAdapter
@@ -84,6 +85,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
     adapter = adapter_in(checkpoint, config=config)
     if (other := foreign_type(adapter)) and all(is_foreign(adapter, key) for key in checkpoint.entries):
         does = f"it {UNMERGED[other]}" if other in UNMERGED else "only the library that trained it can merge it"
+        does = f"a merge needs its {CONFIG}" if other in METHODS else does
         yield rule.finding(Level.NOTE, f"an adapter of the type {other}, and no model; {does}")
         return
     if not adapter.layers:
@@ -146,9 +148,10 @@ def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
 def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle: bool) -> Iterator[Finding]:
     """Report what an adapter is if the file holds nothing else."""
     own = {*adapter.saved.values(), *(key for layer in adapter.layers for key in layer.keys.values())}
-    if not adapter.config and any(
-        key not in own and key.rpartition(".")[2] == "weight" for key in context.checkpoint.entries
-    ):
+    others = [key for key in context.checkpoint.entries if key not in own and key.rpartition(".")[2] == "weight"]
+    if adapter.method is not None:
+        others = [key for key in others if not key.startswith("base_model.")]
+    if others and (not adapter.config or adapter.method is not None):
         return  # a model that has low-rank layers itself
     targets = Counter(_last(layer.module) for layer in adapter.layers if not layer.is_kohya)
     names = first_names(list(targets))
@@ -355,8 +358,8 @@ def _kind(adapter: Adapter) -> str:
     common = ", ".join(str(rank) for rank, _ in ranks.most_common(3))
     rows = f" ({' or '.join(map(str, sorted(stacked)[:3]))} rows: one rank after another for each expert)"
     names = ("IA3", "DoRA", "LoHa", "LoKr", "LoRA", "TRAINABLE_TOKENS", "LN_TUNING")  # the first one is it
-    kind = next(name for name in names if name in types)
-    article = "an" if kind in ("IA3", "LN_TUNING") else "a"
+    kind = adapter.method.name if adapter.method else next(name for name in names if name in types)
+    article = "an" if kind in ("IA3", "LN_TUNING", "AdaLoRA") else "a"
     return f"{article} {kind} adapter" + f" of rank {common}" * bool(ranks) + (rows if stacked else "")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptfix.core.adapter_methods import METHODS
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Delta, Drop, Edit, Fill, MergeAdapter, renames
 from ckptfix.core.parts import full
@@ -41,7 +42,8 @@ _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
 _DENOISERS = ("lora_unet", "unet", "lora_transformer", "transformer", "diffusion_model")
 _DENOISER = "model.diffusion_model."
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
-_TAKEN_OFF = ("linear", "conv", "tucker", "experts", "hadamard", "kronecker", "bias", "scale")
+_TAKEN_OFF = {"linear", "conv", "tucker", "experts", "hadamard", "kronecker", "bias", "scale"}
+_TAKEN_OFF |= {kind.lower() for kind, method in METHODS.items() if method.adds}
 
 
 class Merge(Struct):
@@ -404,7 +406,7 @@ def _of_layer(
             yield name, _difference(checkpoint, adapter, layer.keys[role], name)
     if not layer.keys.keys() - {"diff", "diff_b", "norm", "norm_bias", "alpha"}:
         return
-    make = _product if "A" in layer.keys else _of_lycoris
+    make = _by_formula if adapter.method is not None else _product if "A" in layer.keys else _of_lycoris
     product = make(adapter, layer, key, spec, turned)
     yield key, product
     if "bias" in layer.keys:
@@ -426,14 +428,14 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     rank, scaling = adapter.rank(named), adapter.scaling(named, key)
     factors = tuple(layer.keys[role] for role in ("A", "B", "magnitude") if role in layer.keys)
     one, two = adapter.checkpoint.specs[factors[0]].shape, adapter.checkpoint.specs[factors[1]].shape
-    form, is_turned, rounds = "linear", False, narrow
+    form, is_turned, rounds = "linear", False, narrow or adapter.config.get("init_lora_weights") == "mica"
     _check_norms(adapter, layer, two[0], spec)
     if len(one) != len(two) and not layer.is_embedding:
         words = f"{layer.module} has matrices {list(one)} and {list(two)}, as LyCORIS saves convolutions of DyLoRA"
         raise adapter.refused(words, OWN_LIBRARY)
     fits = len(one) == len(two) and one[:1] == two[1:2] == (rank,)
     if layer.is_embedding and len(one) == 2:
-        fits, is_turned, rounds = fits and spec.shape == (one[1], two[0]), True, narrow or len(factors) < 3
+        fits, is_turned, rounds = fits and spec.shape == (one[1], two[0]), True, rounds or len(factors) < 3
     elif len(spec.shape) == 3 and len(one) == len(two) == 2 and leaf != "weight":
         fits = one[0] == two[1] == rank * spec.shape[0] and set(spec.shape[1:]) == {one[1], two[0]} != {one[1]}
         form, is_turned, rounds = "experts", spec.shape[1:] == (one[1], two[0]), True
@@ -449,11 +451,39 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
         form = "linear" if spec.shape[2:] == (1, 1) else "conv"
     elif fits := fits and len(one) == 2 and spec.shape in ((two[0], one[1]), (one[1], two[0])):
         is_turned = turned.is_turned(layer, key) if two[0] == one[1] else spec.shape != (two[0], one[1])
-        rounds = narrow or is_parameter or layer.is_mlx
+        rounds = rounds or is_parameter or layer.is_mlx
     if not fits:
         words = f"{layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit {key}"
         raise adapter.refused(f"{words} {list(spec.shape)} of the base", OTHER_BASE)
     return Delta(adapter.path, form, factors, scaling, is_turned, rounds, narrow)
+
+
+def _by_formula(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, turned: _Orientation) -> Delta:
+    """Return the delta of a type of ``METHODS``. Raises ``AdapterError`` if its tensors do not fit."""
+    method = adapter.method
+    assert method is not None, "the caller looked"
+    factors = tuple(layer.keys[role] for role in dict.fromkeys(method.roles.values()))
+    shapes = [adapter.checkpoint.specs[factor].shape for factor in factors]
+    fits, is_turned, size = False, layer.is_embedding, (spec.shape[0], prod(spec.shape[1:]))
+    if len(spec.shape) == 2 or adapter.kind == "ADALORA":
+        fits = method.fits(*(size[::-1] if is_turned else size), *shapes)
+        if len(spec.shape) == 2 and not layer.is_embedding:
+            is_turned = (
+                turned.is_turned(layer, key) if size[0] == size[1] and fits else not fits or turned.is_conv1d(key)
+            )
+            fits = method.fits(*size[::-1], *shapes) if is_turned and method.turns else fits and not is_turned
+    if not fits:
+        words = f"{layer.module} has tensors {', '.join(map(str, map(list, shapes)))}, which do not fit {key}"
+        raise adapter.refused(f"{words} {list(spec.shape)} of the base as {method.name}", f"{OTHER_BASE}, or use peft")
+    if not method.adds:
+        _refuse_weight(adapter, f"{method.name} multiplies and takes no weight")
+    scaling = adapter.weight * (adapter.number(method.scale) if method.scale else 1)
+    if scaling == 0 != adapter.weight:
+        raise adapter.refused(f"the {method.scale} of {CONFIG} is 0", OWN_CONFIG)
+    number = int(adapter.number(method.number)) if method.number else 0
+    form = "bat" if "block" in layer.keys and len(shapes[0]) == 3 else adapter.kind.lower()
+    is_cut = bool(adapter.config.get("rank_pattern"))  # layers of AdaLoRA then have the dtype of the base
+    return Delta(adapter.path, form, factors, scaling, is_turned, is_narrow=is_cut, number=number)
 
 
 def _check_norms(adapter: Adapter, layer: AdapterLayer, outputs: int, spec: TensorSpec) -> None:

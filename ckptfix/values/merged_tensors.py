@@ -23,6 +23,7 @@ from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.reading.boxes import is_range, row_major, row_major_bytes
 from ckptfix.reading.tensors import bytes_of, one_thread, torch_dtype
+from ckptfix.values.adapter_methods import PAIRS, of_bat, of_miss, of_shira
 from ckptfix.values.casting import computing
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.scan import KINDS, kernel, strips
@@ -89,6 +90,9 @@ class MergedBytes:
             self.shape = (self.shape[0] * self.shape[1], *self.shape[2:])
         self.row = math.prod(self.shape[1:]) * spec.itemsize
         self.height = max(FEWEST, BLOCK // max(math.prod(self.shape[1:]) * 4, 1) // FEWEST * FEWEST)
+        for delta, (factor, *_) in zip(self.deltas, self.factors, strict=True):
+            if delta.form == "bat":  # changes blocks of rows
+                self.height = math.lcm(self.height, factor.shape[1])
         # Called with the number and the bytes of each block that was computed.
         self.watch: Callable[[int, memoryview], None] | None = None
 
@@ -263,6 +267,9 @@ class _LayerFactors:
             cores = [factor for key, factor in named if "lokr_t2" in key]
             two = _around(cores[0], *twos) if cores else twos[0] if len(twos) == 1 else twos[0] @ twos[1]
             factors = [ones[0] if len(ones) == 1 else ones[0] @ ones[1], two]
+        if pair := PAIRS.get(delta.form):
+            size = (source.shape[0], math.prod(source.shape[1:]))
+            factors = [*pair(size[::-1] if delta.transposed else size, *factors)]
         self.source, self.delta, self.factors = source, delta, factors
         self._norms = self._norms_of_columns() if delta.has_magnitude and self._is_by_columns else None
 
@@ -278,6 +285,11 @@ class _LayerFactors:
             return (weight * self._scales(weight, first, last)).to(dtype)
         if self.delta.has_magnitude:
             return (self._ratio(first, last) * (weight + self.change(first, last, dtype))).to(dtype)
+        if form == "bat":
+            weight += of_bat(weight, self.factors[0], first).mul_(self.delta.scaling)
+            return weight
+        if form == "hira":
+            return weight + self.source.weight(first, last) * self.change(first, last, dtype).to(dtype)
         weight += self.change(first, last, dtype)
         return weight
 
@@ -292,6 +304,8 @@ class _LayerFactors:
     def change(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the change of these rows."""
         change = self._product(first, last).mul_(self.delta.scaling)
+        if self.delta.form == "adalora":
+            change /= torch.tensor(self.delta.number, dtype=change.dtype) + 1e-5
         if change.shape != (last - first, *self.source.shape[1:]):  # torch would broadcast a smaller one
             raise ValueError(f"{list(change.shape)} for {last - first} rows of {list(self.source.shape)}")
         return change.to(dtype) if self.delta.rounds else change
@@ -300,7 +314,11 @@ class _LayerFactors:
         form, one = self.delta.form, self.factors[0]
         if form == "bias":
             return one[first:last].reshape(last - first, *self.source.shape[1:]).clone()
+        if form in ("miss", "bone"):
+            return of_miss(one, first, last, self.source.shape[1])
         two = self.factors[1]
+        if form == "shira":
+            return of_shira(one, two, first, last, self.source.shape[1])
         if form == "hadamard":
             parts = [(self.factors[at], self.factors[at + 1], *self.factors[4 + at // 2 :][:1]) for at in (0, 2)]
             products = (

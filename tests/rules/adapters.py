@@ -8,9 +8,16 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ckptfix.core.adapter_methods import METHODS
+
 LORA = peft.LoraConfig
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LINEAR = ["q", "block.0.fc"]
+
+
+# Parts of the names of what peft trains.
+TRAINED = ("lora_", "modules_to_save", "trainable_tokens", "ia3_", "hada_", "lokr_", "ln_tuning")
+TRAINED += tuple(name for method in METHODS.values() for name in method.roles)
 
 
 class Attention(nn.Module):
@@ -49,10 +56,7 @@ def trained(config, folder: Path, dtype=torch.float32, make=net) -> Path:
     model = peft.get_peft_model(make(dtype), config)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
-        if any(
-            part in name
-            for part in ("lora_", "modules_to_save", "trainable_tokens", "ia3_", "hada_", "lokr_", "ln_tuning")
-        ):
+        if any(part in name for part in TRAINED):
             parameter.data.normal_(1.0 if "ia3" in name or "magnitude" in name else 0.0, 0.2)
         elif name.endswith(".bias") and getattr(config, "bias", "none") != "none":
             parameter.data.normal_()

@@ -59,6 +59,19 @@ CASES = {
     "LN_TUNING": peft.LNTuningConfig(target_modules=["norm", "q"]),
     "a parameter": LORA(r=4, target_modules=["q"], target_parameters=["fc.weight"]),
     "IA3": peft.IA3Config(target_modules=["q", "fc"], feedforward_modules=["fc"]),
+    "MiCA": LORA(r=4, target_modules=["q", "embed"], init_lora_weights="mica"),
+    "AdaLoRA": peft.AdaLoraConfig(init_r=4, lora_alpha=9, total_step=9, target_modules=["q", "fc", "conv"]),
+    "AdaLoRA of fewer ranks": peft.AdaLoraConfig(
+        init_r=4, total_step=9, target_modules=["q"], rank_pattern={"q.lora_E": [True, False, True, True]}
+    ),
+    "AdaLoRA of Conv1D": peft.AdaLoraConfig(init_r=4, total_step=9, target_modules=["c_attn"], fan_in_fan_out=True),
+    "VeRA": peft.VeraConfig(r=4, target_modules=["q", "fc"]),
+    "VeRA of Conv1D": peft.VeraConfig(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
+    "HiRA": peft.HiraConfig(r=4, target_modules=["q", "fc", "embed"]),
+    "MiSS": peft.MissConfig(r=5, target_modules=["q", "fc"]),
+    "MiSS bat": peft.MissConfig(r=8, target_modules=["fc"], init_weights="bat"),
+    "MiSS mini": peft.MissConfig(r=8, mini_r=11, target_modules=["q"], init_weights="mini"),
+    "SHiRA": peft.ShiraConfig(r=2, target_modules=["q", "fc"]),
     "IA3 of convolutions": peft.IA3Config(target_modules=["conv", "pixel"], feedforward_modules=["pixel"]),
 }
 
@@ -73,6 +86,26 @@ def test_a_merge_has_the_bits_of_peft(config, dtype, tmp_path):
     assert_same(repaired, want)
     assert report.exit_code == 0
     assert any(bytes_of(repaired[key]) != bytes_of(before[key]) for key in before)
+
+
+@pytest.mark.parametrize("how", [True, "bat"])
+def test_bone_is_the_name_of_miss_in_older_releases(how, tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)  # blocks of rows that MiSS changes together
+    config = peft.MissConfig(r=32 if how is True else 8, target_modules=["fc"], init_weights=how)
+    adapter = trained(config, tmp_path / "adapter")
+    want, file = merged_by_peft([adapter]), adapter / "adapter_model.safetensors"
+    save_file({key.replace("miss_", "bone_"): value for key, value in load_file(file).items()}, file)
+    repaired, report = ckptfix.repair_state_dict(
+        net().state_dict(), adapter=changed_config(adapter, peft_type="BONE"), select="FIL108"
+    )
+    assert_same(repaired, want)
+    assert "a Bone adapter" in report.findings[0].message
+    if how is True:
+        back, _ = ckptfix.repair_state_dict(repaired, adapter=adapter, unmerge=True, select="FIL108")
+        torch.testing.assert_close(dict(back), net().state_dict())
+        return
+    with pytest.raises(AdapterError, match="cannot be restored"):
+        ckptfix.repair_state_dict(repaired, adapter=adapter, unmerge=True)
 
 
 def test_a_square_layer_among_both_kinds_is_not_guessed(tmp_path):

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptfix
+from ckptfix.core.adapter_methods import METHODS
 from ckptfix.core.finding import Level
 from ckptfix.errors import AdapterError, WriteError
 from ckptfix.values import merged_tensors
@@ -30,7 +31,7 @@ from tests.rules.adapters import DTYPES, LINEAR, LORA, cached, changed_config, l
     ("config", "says"),
     [
         pytest.param({"r": 8}, "of rank 4, and the r or rank_pattern of adapter_config.json says 8", id="another rank"),
-        pytest.param({"peft_type": "OFT"}, "an adapter of the type OFT", id="OFT"),
+        pytest.param({"peft_type": "BOFT"}, "an adapter of the type BOFT", id="BOFT"),
         pytest.param({"peft_type": "LOHA"}, "says the type LOHA, and it has matrices of LORA", id="LoHa"),
         pytest.param({"init_lora_weights": "pissa_niter_4"}, "changes the base too", id="PiSSA"),
         pytest.param({"layer_replication": [[0, 2]]}, "layer_replication", id="replicated layers"),
@@ -329,7 +330,7 @@ def test_what_was_saved_without_gathering_is_refused(tmp_path):
         ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
 
 
-MERGED = ("LORA", "LOHA", "LOKR", "IA3", "TRAINABLE_TOKENS", "LN_TUNING")
+MERGED = ("LORA", "LOHA", "LOKR", "IA3", "TRAINABLE_TOKENS", "LN_TUNING", *METHODS)
 
 
 def test_every_other_type_of_peft_is_refused_by_its_name(tmp_path):
@@ -359,6 +360,26 @@ def test_what_other_trainers_have_is_refused_by_its_name(tmp_path):
 
 
 _NEMO = "model.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.weight"
+
+
+def test_tensors_of_another_type_or_shape_are_refused(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=["q"]), tmp_path / "lora")
+    for kind, says in (("ADALORA", "q has only 2 of its 3 matrices"), ("VERA", "q has matrices of two types")):
+        with pytest.raises(AdapterError, match=says):
+            ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, peft_type=kind))
+        assert says in ckptfix.check(adapter).findings[-1].message
+    adapter = trained(peft.VeraConfig(target_modules=["q"], save_projection=False), tmp_path / "vera")
+    with pytest.raises(AdapterError, match="saved without its random matrices"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+    adapter = trained(peft.MissConfig(r=4, target_modules=["c_attn"]), tmp_path / "miss", make=with_linear)
+    with pytest.raises(AdapterError, match=r"do not fit .*c_attn\.weight \[32, 96\] of the base as MiSS"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+
+
+def with_linear(dtype=torch.float32):
+    model = net(dtype)
+    model.block[0].attn.c_attn = nn.Linear(32, 96)
+    return model
 
 
 # Tensors by which adapters are known that peft saved, and nothing else.
@@ -438,9 +459,7 @@ def test_a_scale_of_one_is_not_assumed(names, base, tmp_path):
         pytest.param(["fc.a1.weight", "fc.b2.weight"], None, "", id="a model's a1"),
         pytest.param(["base_model.model.fc.randlora_A"], {"peft_type": "RANDLORA"}, "RANDLORA", id="RandLora"),
         pytest.param(["base_model.model.fc.vblora_logits_A"], None, "VBLORA", id="VB-LoRA"),
-        pytest.param(
-            [f"base_model.model.fc.lora_{name}" for name in "ABE"], {"peft_type": "ADALORA"}, "ADALORA", id="AdaLoRA"
-        ),
+        pytest.param([f"base_model.model.fc.lora_{name}" for name in "ABE"], None, "ADALORA", id="AdaLoRA"),
         pytest.param(["base_model.model.fc.new_matrix"], {"peft_type": "NEW"}, "NEW", id="a type that is unknown"),
         pytest.param(["base_model.model.fc.new_matrix"], {"swift_type": "ADAPTER"}, "ADAPTER", id="a type of ms-swift"),
         pytest.param(["model.road_head.weight", "hra_u"], None, "", id="a model's road"),
