@@ -241,9 +241,9 @@ def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterato
 
 # Parts of a model that inference does without.
 _PARTS_LEFT_OUT = {
-    re.compile(r"(?:^|\.)enc_q\."): (
-        "of the posterior encoder of VITS (RVC, so-vits-svc, GPT-SoVITS), which only training uses, so that exports"
-        " leave it out"
+    re.compile(r"(?:^|\.)(?:enc_q|label_enc)\."): (
+        "of a part that only training uses, so that exports leave it out: the posterior encoder of VITS (RVC,"
+        " so-vits-svc, GPT-SoVITS), or the noised labels of DINO detectors"
     ),
     re.compile(r"\b_extra_state$"): (
         "of what modules keep beside their weights, such as the scales for fp8 of TransformerEngine: nothing is lost"

@@ -94,6 +94,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: 'PosixPath' object has no attribute 'keys'",
     ),
     "names-of-an-engine": (
+        "KeyError: 'transformer.h.0.attn.c_attn.g_idx'",
         "ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.qweight'",
         "KeyError: 'model.layers.0.mlp.gate_up_proj.weight'",
         "llama_model_load: error loading model: error loading model architecture: unknown model architecture:"
@@ -352,6 +353,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "copying-failed": (),
     "not-an-optimizer": (),
     "weights-without-optimizer": (
+        "Unable to load optimizer from checkpoint /ckpt, exiting. Specify --no-load-rng or --finetune to prevent"
+        " attempting to load the random state.",
         "KeyError: 'meta'",
         "KeyError: 'optimizer'",
         "KeyError: 'optimizer_states'",
@@ -1046,5 +1049,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "no-fsdp-module": (),
     "flattened-range": (),
     "policy-without-statistics": (),
+    "clip-without-projection": (),
+    "tensorflow-conversion": (),
+    "merger-of-ranks": (),
 }
 """More wordings of each record than its own example, by the record's name."""
