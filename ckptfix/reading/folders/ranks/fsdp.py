@@ -192,16 +192,16 @@ def _shaped(document: Document, state: Mapping[Any, Any]) -> Document:
     weights = document.root.get("model")
     if flattened is None or not isinstance(weights, dict):
         return document
-    left = []
+    shaped: dict[int, TensorSpec] = {}  # by the flat tensor, which is the same for tied weights
     for key in flattened.data["keys"]:
         spec, moments = weights.get(key), state.get(key)
         held = moments.values() if isinstance(moments, dict) else ()
         shapes = {moment.shape for moment in held if isinstance(moment, TensorSpec) and moment.shape}
         shape = shapes.pop() if len(shapes) == 1 else ()
         if isinstance(spec, TensorSpec) and shape and math.prod(shape) == spec.numel:
-            weights[key] = replace(spec, shape=shape, strides=contiguous_strides(shape))
-        else:
-            left.append(key)
+            shaped[id(spec)] = replace(spec, shape=shape, strides=contiguous_strides(shape))
+    left = [key for key in flattened.data["keys"] if id(weights.get(key)) not in shaped]
+    weights.update({key: shaped[id(spec)] for key, spec in weights.items() if id(spec) in shaped})
     remarks = [fact for fact in document.remarks if fact is not flattened]
     return replace(document, remarks=[*remarks, *([Fact.of(Kind.FLATTENED, keys=tuple(left))] if left else ())])
 
@@ -251,7 +251,9 @@ class _Collected(Struct):
 
     @property
     def place(self) -> object:
-        """A value that is equal for tied tensors: the storages of all boxes, or a unique number if there are none."""
+        """A value that is equal for tied tensors: the storages of all parts, or a unique number if there are none."""
+        if any(part.numel for _, part in self.stretches):
+            return tuple([(at, id(part.storage), part.offset, part.shape) for at, part in self.stretches])
         if self.first is None or self.plain is not None:
             return id(self)
         stored = [

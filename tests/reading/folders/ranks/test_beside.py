@@ -104,21 +104,39 @@ def test_the_optimizer_of_another_set_is_not_taken(tmp_path: Path) -> None:
     assert list(checkpoint.root) == ["w"]
 
 
+def tie_in_ranks(folder: Path, key: str, other: str) -> None:
+    """Add a second name of a weight to the files of two ranks."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for rank in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        root = torch.load(folder / f"model.rank_{rank}.pth", weights_only=False)
+        root["model"][other] = root["model"][key]
+        torch.save(root, folder / f"model.rank_{rank}.pth")
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_moments_by_name_have_the_shapes_of_flattened_weights(tmp_path: Path, frozen: bool) -> None:
-    """As the folder of torch.distributed.checkpoint that accelerate writes beside ``LOCAL_STATE_DICT``."""
+    """As the folder of torch.distributed.checkpoint that accelerate writes beside ``LOCAL_STATE_DICT``.
+
+    The optimizer has tied weights once."""
     from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
     folder, truth = unpacked("fsdp1_local_names_w2", tmp_path)
     weights = truth.get("model", truth)
+    tie_in_ranks(folder, "head.weight", "tied.weight")
     flat = {key: value for key, value in weights.items() if value.dim() > 1}
     moments = {key: {"exp_avg": torch.zeros_like(value)} for key, value in weights.items()}
     if frozen:
         del moments[next(iter(flat))]
     state = {"optimizer": {"state": moments, "param_groups": [{"params": list(moments)}]}}
     save_dcp(state, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    weights["tied.weight"] = weights["head.weight"]
     got = ckptfix.open_checkpoint(folder)
     assert got.keys() == list(weights)
+    assert got.specs["tied.weight"] is got.specs["head.weight"]
     assert [key for key, spec in got.specs.items() if spec.shape != weights[key].shape] == list(flat)[:frozen]
     assert all(bytes_of(got.read(key)) == bytes_of(value) for key, value in weights.items())
     assert ("FIL105" in [finding.code for finding in ckptfix.check(folder).findings if finding.level]) is frozen
