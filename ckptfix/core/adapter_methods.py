@@ -5,6 +5,7 @@ The formulas are in `values/adapter_methods.py`, under the same names in lower c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isqrt
 
 from msgspec import Struct
 
@@ -19,21 +20,36 @@ class Method(Struct, frozen=True):
     # Settings of the configuration: the factor of the change, and a number that the formula needs besides.
     scale: str = ""
     number: str = ""
+    rounds: bool = False  # whether the change is rounded to the dtype of the base before it is added
     # Whether the inputs may come first in the base, as in Conv1D.
     turns: bool = True
     # Whether it adds something that does not depend on the base, so that it can be weighted and removed again.
     adds: bool = True
 
 
+Shape = tuple[int, ...]
+
+
 def _same(*names: str) -> Mapping[str, str]:
     return {name: name for name in names}
 
 
-def _of_miss(outputs: int, inputs: int, block: tuple[int, ...]) -> bool:
+def _of_miss(outputs: int, inputs: int, block: Shape) -> bool:
     if len(block) == 3:  # init_weights="bat"
         count, rank, other = block
         return rank == other and count * rank == outputs and inputs % rank == 0
     return len(block) == 2 and outputs % block[1] == 0 and 0 < block[0] <= inputs
+
+
+def block_size(elements: int) -> int:
+    """Return the size of OFT's skew-symmetric matrices, of which only the elements above the diagonal are saved."""
+    return (1 + isqrt(1 + 8 * elements)) // 2
+
+
+def _of_oft(outputs: int, inputs: int, rotation: Shape) -> bool:
+    size = block_size(rotation[1]) if len(rotation) == 2 else 0
+    is_whole = size > 1 and size * (size - 1) // 2 == rotation[1] and inputs % size == 0
+    return is_whole and rotation[0] in (1, inputs // size)
 
 
 METHODS: Mapping[str, Method] = {
@@ -65,4 +81,50 @@ METHODS: Mapping[str, Method] = {
         lambda o, i, values, places: len(values) == 1 and places == (2, *values),
         turns=False,
     ),
+    "DELORA": Method(
+        "DeLoRA",
+        {"delora_A": "A", "delora_B": "B", **_same("delora_lambda", "delora_w_norm")},
+        lambda o, i, one, two, bound, norms: (
+            (one, two, bound, norms) == ((two[-1], i), (o, one[0]), (1,), (i,)) and one[0] > 0
+        ),
+        rounds=True,
+        turns=False,
+    ),
+    "VBLORA": Method(
+        "VB-LoRA",
+        _same("vblora_logits_A", "vblora_logits_B", "vblora_vector_bank"),
+        lambda o, i, one, two, bank: (
+            len(one) == len(two) == 3
+            and (one[0], one[1] * bank[-1], two[0] * bank[-1]) == (two[1], i, o)
+            and one[2:] == two[2:] == bank[:-1]
+        ),
+        number="topk",
+    ),
+    "RANDLORA": Method(
+        "RandLoRA",
+        _same("randlora_A", "randlora_B", "randlora_lambda", "randlora_gamma"),
+        lambda o, i, one, two, ranks, sizes: (
+            len(one) == len(two) == 3
+            and (one[0], two[2], sizes) == (ranks[0], ranks[0], (ranks[1], min(o, i)))
+            and (one[1] in (1, ranks[1]) and one[2] >= min(o, i))
+            and (two[1] >= ranks[1] and two[0] >= max(o, i))
+        ),
+        scale="randlora_alpha",
+        rounds=True,
+    ),
+    "C3A": Method(
+        "C3A",
+        {"c3a_kernel": "kernel"},
+        lambda o, i, kernel: len(kernel) == 3 and (kernel[0] * kernel[2], kernel[1] * kernel[2]) == (o, i),
+        turns=False,
+    ),
+    "FOURIERFT": Method(
+        "FourierFT",
+        {"fourierft_spectrum": "spectrum"},
+        lambda o, i, spectrum: len(spectrum) == 1 and spectrum[0] <= o * i,
+        scale="scaling",
+        number="random_loc_seed",
+    ),
+    "OFT": Method("OFT", {"oft_R": "rotation"}, _of_oft, number="num_cayley_neumann_terms", turns=False, adds=False),
+    "HRA": Method("HRA", {"hra_u": "u"}, lambda o, i, u: len(u) == 2 and u[0] == i, turns=False, adds=False),
 }

@@ -298,9 +298,26 @@ class Adapter(Struct, frozen=True):
             raise self.refused(f"{layer.module} has the rank {stored}{source}", remedy)
         return stored
 
-    def number(self, name: str) -> float:
-        """Return a number of the configuration. Raises ``AdapterError`` for anything else."""
-        return _number(name, self.config.get(name))
+    def numbers(self, layer: AdapterLayer) -> tuple[int, float]:
+        """Return the number that the formula of ``method`` needs, and the factor of the change. Raises ``AdapterError``
+        for a configuration that lacks them, or that has settings of another formula."""
+        config, method = self.config, self.method
+        if method is None:
+            return 0, self.weight
+        number = int(_number(method.number, config.get(method.number))) if method.number else 0
+        scale = _number(method.scale, config.get(method.scale)) if method.scale else 1
+        if self.kind == "RANDLORA":
+            scale /= self.checkpoint.specs[layer.keys["randlora_lambda"]].shape[0]
+        if self.kind == "HRA":
+            number = int(bool(config.get("apply_GS")))
+        if self.kind == "OFT":
+            if config.get("coft"):
+                raise self.refused("trained with coft, which changes the adapter while it is applied", "use peft")
+            # Before 0.18, which began to note the release, peft had another series.
+            if config.get("use_cayley_neumann") and "peft_version" not in config:
+                raise self.refused("trained with the series of peft before 0.18", "merge it with that release")
+            number = number if config.get("use_cayley_neumann") else 0
+        return number, self.weight * scale
 
     def scaling(self, layer: AdapterLayer, key: str = "") -> float:
         """Return the factor of a layer's product, for the tensor ``key`` of the base. Raises ``AdapterError`` if it is

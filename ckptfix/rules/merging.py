@@ -475,15 +475,16 @@ def _by_formula(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     if not fits:
         words = f"{layer.module} has tensors {', '.join(map(str, map(list, shapes)))}, which do not fit {key}"
         raise adapter.refused(f"{words} {list(spec.shape)} of the base as {method.name}", f"{OTHER_BASE}, or use peft")
+    if spec.dtype == "float64":
+        raise adapter.refused(f"{key} is float64, in which peft does not compute {method.name}", "use peft")
     if not method.adds:
         _refuse_weight(adapter, f"{method.name} multiplies and takes no weight")
-    scaling = adapter.weight * (adapter.number(method.scale) if method.scale else 1)
+    number, scaling = adapter.numbers(layer)
     if scaling == 0 != adapter.weight:
         raise adapter.refused(f"the {method.scale} of {CONFIG} is 0", OWN_CONFIG)
-    number = int(adapter.number(method.number)) if method.number else 0
     form = "bat" if "block" in layer.keys and len(shapes[0]) == 3 else adapter.kind.lower()
     is_cut = bool(adapter.config.get("rank_pattern"))  # layers of AdaLoRA then have the dtype of the base
-    return Delta(adapter.path, form, factors, scaling, is_turned, is_narrow=is_cut, number=number)
+    return Delta(adapter.path, form, factors, scaling, is_turned, method.rounds, is_cut, number=number)
 
 
 def _check_norms(adapter: Adapter, layer: AdapterLayer, outputs: int, spec: TensorSpec) -> None:

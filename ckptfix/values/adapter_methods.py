@@ -6,23 +6,114 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ckptfix.core.adapter_methods import block_size
 from ckptfix.core.lazy import torch
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]  # [rank, inputs] and [outputs, rank]
 
 
 def _vera(
-    size: tuple[int, int], one: torch.Tensor, two: torch.Tensor, outputs: torch.Tensor, ranks: torch.Tensor
+    size: tuple[int, int], number: int, one: torch.Tensor, two: torch.Tensor, outputs: torch.Tensor, ranks: torch.Tensor
 ) -> Pair:
     return ranks[:, None] * one[:, : size[1]], outputs[:, None] * two[: size[0]]
 
 
-# By the form of a delta; called with the numbers of outputs and inputs, and the adapter's tensors.
+def _vblora(size: tuple[int, int], topk: int, one: torch.Tensor, two: torch.Tensor, bank: torch.Tensor) -> Pair:
+    def vectors(logits: torch.Tensor) -> torch.Tensor:
+        best, which = logits.topk(topk, dim=-1)
+        return (torch.softmax(best, dim=-1)[..., None] * bank[which]).sum(-2)
+
+    return vectors(one).flatten(1), vectors(two).transpose(1, 2).reshape(-1, two.shape[1])
+
+
+def _randlora(
+    size: tuple[int, int], number: int, one: torch.Tensor, two: torch.Tensor, ranks: torch.Tensor, sizes: torch.Tensor
+) -> Pair:
+    """Return the matrices of the transposed product, which is what peft computes."""
+    count = ranks.shape[1]
+    small = (ranks[:, :, None] * one[:, :count, : min(size)] * sizes[None]).flatten(0, 1)
+    large = two[: max(size), :count].flatten(1)
+    pair = (large.T, small.T) if min(size) == size[1] else (small, large)
+    return pair
+
+
+# The two matrices of a change, by the form of a delta; called with the numbers of outputs and inputs, the number from
+# the configuration, and the adapter's tensors.
 PAIRS: Mapping[str, Callable[..., Pair]] = {
-    "adalora": lambda size, one, two, values: (one * values, two),
+    "adalora": lambda size, number, one, two, values: (one * values, two),
     "vera": _vera,
-    "hira": lambda size, one, two: (one, two),
+    "hira": lambda size, number, one, two: (one, two),
+    "vblora": _vblora,
+    "randlora": _randlora,
 }
+
+
+def _delora(
+    size: tuple[int, int], number: int, one: torch.Tensor, two: torch.Tensor, bound: torch.Tensor, norms: torch.Tensor
+) -> torch.Tensor:
+    least = torch.clamp(one.norm(dim=1), min=1e-4) * torch.clamp(two.norm(dim=0), min=1e-4)
+    change: torch.Tensor = two @ torch.diag_embed(bound / len(one) / least) @ one * norms[None]
+    return change
+
+
+def _c3a(size: tuple[int, int], number: int, kernel: torch.Tensor) -> torch.Tensor:
+    count, block = kernel.shape[1:]
+    units = torch.eye(count * block).reshape(-1, count, block)
+    found = torch.einsum("...nb,mnb->...mb", torch.fft.ifft(units), torch.fft.fft(kernel.float()))
+    change: torch.Tensor = torch.fft.fft(found).real.flatten(1).T
+    return change
+
+
+def _fourierft(size: tuple[int, int], seed: int, spectrum: torch.Tensor) -> torch.Tensor:
+    dense = torch.zeros(size)
+    places = torch.randperm(dense.numel(), generator=torch.Generator().manual_seed(seed))[: len(spectrum)]
+    dense.view(-1)[places] = spectrum.float()
+    change: torch.Tensor = torch.fft.ifft2(dense).real
+    return change
+
+
+# The whole change, in the same way.
+WHOLE: Mapping[str, Callable[..., torch.Tensor]] = {"delora": _delora, "c3a": _c3a, "fourierft": _fourierft}
+
+
+def _oft(size: tuple[int, int], terms: int, above: torch.Tensor) -> torch.Tensor:
+    """Return the rotation by Cayley's transform, or with the first terms of its series."""
+    block = block_size(above.shape[1])
+    skew = torch.zeros(len(above), block, block)
+    rows, columns = torch.triu_indices(block, block, 1)
+    skew[:, rows, columns] = above
+    skew = skew - skew.transpose(1, 2)
+    one = torch.eye(block).repeat(len(above), 1, 1)
+    if not terms:
+        found = torch.linalg.solve(one + skew, one - skew, left=False)
+    else:
+        found, power = one, one
+        terms = max(terms, 4) if terms > 2 else terms  # in peft, three terms are four
+        for at in range(1, terms):
+            power = skew if at == 1 else torch.bmm(power, skew)
+            found.add_(power, alpha=1.0 if at == terms - 1 > 1 else 2.0)
+    whole: torch.Tensor = torch.block_diag(*(found[at % len(found)] for at in range(size[1] // block)))  # type: ignore[no-untyped-call]  # torch has no types here
+    return whole
+
+
+def _hra(size: tuple[int, int], is_orthogonal: int, vectors: torch.Tensor) -> torch.Tensor:
+    """Return the product of reflections."""
+    one = torch.eye(size[1])
+    if is_orthogonal:
+        found: list[torch.Tensor] = []
+        for vector in vectors.T.unsqueeze(-1):
+            for other in found:
+                vector = vector - (other.T @ vector) * other
+            found.append(vector / vector.norm())
+        both = torch.cat(found, dim=1)
+        return one - 2 * both @ both.T
+    for vector in (vectors / vectors.norm(dim=0)).T.unsqueeze(-1):
+        one = one - 2 * one @ vector @ vector.T
+    return one
+
+
+# What a matrix is multiplied by, in the same way.
+TURNS: Mapping[str, Callable[..., torch.Tensor]] = {"oft": _oft, "hra": _hra}
 
 
 def of_miss(block: torch.Tensor, first: int, last: int, inputs: int) -> torch.Tensor:

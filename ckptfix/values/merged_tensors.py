@@ -23,7 +23,7 @@ from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.reading.boxes import is_range, row_major, row_major_bytes
 from ckptfix.reading.tensors import bytes_of, one_thread, torch_dtype
-from ckptfix.values.adapter_methods import PAIRS, of_bat, of_miss, of_shira
+from ckptfix.values.adapter_methods import PAIRS, TURNS, WHOLE, of_bat, of_miss, of_shira
 from ckptfix.values.casting import computing
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.scan import KINDS, kernel, strips
@@ -267,9 +267,15 @@ class _LayerFactors:
             cores = [factor for key, factor in named if "lokr_t2" in key]
             two = _around(cores[0], *twos) if cores else twos[0] if len(twos) == 1 else twos[0] @ twos[1]
             factors = [ones[0] if len(ones) == 1 else ones[0] @ ones[1], two]
+        size = (source.shape[0], math.prod(source.shape[1:]))
+        size = size[::-1] if delta.transposed else size
         if pair := PAIRS.get(delta.form):
-            size = (source.shape[0], math.prod(source.shape[1:]))
-            factors = [*pair(size[::-1] if delta.transposed else size, *factors)]
+            factors = [*pair(size, delta.number, *factors)]
+        elif whole := WHOLE.get(delta.form) or TURNS.get(delta.form):
+            factors = [whole(size, delta.number, *factors)]
+            factors = [factors[0].T] if delta.transposed else factors
+        if delta.form == "c3a":
+            factors = [factors[0].to(torch_dtype(source.spec.dtype)) / size[1]]
         self.source, self.delta, self.factors = source, delta, factors
         self._norms = self._norms_of_columns() if delta.has_magnitude and self._is_by_columns else None
 
@@ -285,6 +291,9 @@ class _LayerFactors:
             return (weight * self._scales(weight, first, last)).to(dtype)
         if self.delta.has_magnitude:
             return (self._ratio(first, last) * (weight + self.change(first, last, dtype))).to(dtype)
+        if form in TURNS:
+            rows = weight.to(self.factors[0].dtype)
+            return (self.factors[0] @ rows.T).T.to(dtype) if form == "oft" else (rows @ self.factors[0]).to(dtype)
         if form == "bat":
             weight += of_bat(weight, self.factors[0], first).mul_(self.delta.scaling)
             return weight
@@ -312,7 +321,7 @@ class _LayerFactors:
 
     def _product(self, first: int, last: int) -> torch.Tensor:
         form, one = self.delta.form, self.factors[0]
-        if form == "bias":
+        if form == "bias" or form in WHOLE:
             return one[first:last].reshape(last - first, *self.source.shape[1:]).clone()
         if form in ("miss", "bone"):
             return of_miss(one, first, last, self.source.shape[1])
@@ -339,7 +348,8 @@ class _LayerFactors:
         if form == "conv":
             convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[one.ndim - 3]
             return convolve(one.transpose(0, 1), two[first:last]).transpose(0, 1)
-        product = _rows(two.flatten(1), one.flatten(1), first, last, self.delta.transposed)
+        is_turned = self.delta.transposed != (form == "randlora")
+        product = _rows(two.flatten(1), one.flatten(1), first, last, is_turned)
         return product.view(last - first, *self.source.shape[1:])
 
     def _of_experts(self, first: int, last: int) -> Iterator[torch.Tensor]:

@@ -72,6 +72,18 @@ CASES = {
     "MiSS bat": peft.MissConfig(r=8, target_modules=["fc"], init_weights="bat"),
     "MiSS mini": peft.MissConfig(r=8, mini_r=11, target_modules=["q"], init_weights="mini"),
     "SHiRA": peft.ShiraConfig(r=2, target_modules=["q", "fc"]),
+    "DeLoRA": peft.DeloraConfig(r=4, target_modules=["q", "fc"]),
+    "VB-LoRA": peft.VBLoRAConfig(r=4, vector_length=16, num_vectors=9, target_modules=["fc"]),
+    "RandLoRA": peft.RandLoraConfig(r=4, target_modules=["q", "fc"]),
+    "RandLoRA of Conv1D": peft.RandLoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True),
+    "C3A": peft.C3AConfig(block_size=8, target_modules=["fc"]),
+    "FourierFT": peft.FourierFTConfig(n_frequency=99, target_modules=["q", "fc"]),
+    "OFT": peft.OFTConfig(oft_block_size=8, target_modules=["q", "fc"]),
+    "OFT of three terms": peft.OFTConfig(oft_block_size=8, target_modules=["q"], num_cayley_neumann_terms=3),
+    "OFT by solving": peft.OFTConfig(oft_block_size=8, target_modules=["q"], use_cayley_neumann=False),
+    "OFT of one block": peft.OFTConfig(oft_block_size=8, target_modules=["q"], block_share=True),
+    "HRA": peft.HRAConfig(r=4, target_modules=["q", "fc"]),
+    "HRA of orthogonal reflections": peft.HRAConfig(r=4, target_modules=["q"], apply_GS=True),
     "IA3 of convolutions": peft.IA3Config(target_modules=["conv", "pixel"], feedforward_modules=["pixel"]),
 }
 

@@ -376,6 +376,21 @@ def test_tensors_of_another_type_or_shape_are_refused(tmp_path):
         ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
 
 
+def test_what_oft_needs_besides_its_matrices(tmp_path):
+    adapter = trained(peft.OFTConfig(oft_block_size=8, target_modules=["q"]), tmp_path / "oft")
+    with pytest.raises(AdapterError, match="multiplies and takes no weight"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=f"{adapter}=0.5")
+    with pytest.raises(AdapterError, match="is float64, in which peft does not compute OFT"):
+        ckptfix.repair_state_dict(net().double().state_dict(), adapter=adapter)
+    with pytest.raises(AdapterError, match="trained with coft"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, coft=True))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    del config["coft"], config["peft_version"]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match=r"the series of peft before 0\.18"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+
+
 def with_linear(dtype=torch.float32):
     model = net(dtype)
     model.block[0].attn.c_attn = nn.Linear(32, 96)
@@ -451,13 +466,13 @@ def test_a_scale_of_one_is_not_assumed(names, base, tmp_path):
         pytest.param(["fc.weight", "fc.adapter.linear_in.weight"], None, "", id="adapters in a model"),
         pytest.param([_NEMO.format("in"), _NEMO.format("out")], None, "LoRA of NeMo", id="NeMo"),
         pytest.param(["linear_qkv.adapter.linear_in.weight"], None, "LoRA of NeMo", id="NeMo 2"),
-        pytest.param(["base_model.model.fc.oft_R.weight"], {"peft_type": "OFT"}, "OFT", id="OFT"),
+        pytest.param(["base_model.model.fc.boft_R"], {"peft_type": "BOFT"}, "BOFT", id="BOFT"),
         pytest.param(["lora_unet_fc.oft_blocks", "lora_unet_fc.alpha"], None, "OFT", id="OFT of LyCORIS"),
         pytest.param(["lycoris_fc.a1.weight", "lycoris_fc.b2.weight"], None, "GLoRA", id="GLoRA"),
         pytest.param(["lora_unet_fc.lambda_layer", "lora_unet_fc.alpha"], None, "T-LoRA", id="T-LoRA"),
         pytest.param(["lora_unet_fc.on_input"], None, "IA3 of LyCORIS", id="IA3 of LyCORIS"),
         pytest.param(["fc.a1.weight", "fc.b2.weight"], None, "", id="a model's a1"),
-        pytest.param(["base_model.model.fc.randlora_A"], {"peft_type": "RANDLORA"}, "RANDLORA", id="RandLora"),
+        pytest.param(["base_model.model.fc.randlora_A"], None, "RANDLORA", id="RandLora"),
         pytest.param(["base_model.model.fc.vblora_logits_A"], None, "VBLORA", id="VB-LoRA"),
         pytest.param([f"base_model.model.fc.lora_{name}" for name in "ABE"], None, "ADALORA", id="AdaLoRA"),
         pytest.param(["base_model.model.fc.new_matrix"], {"peft_type": "NEW"}, "NEW", id="a type that is unknown"),
