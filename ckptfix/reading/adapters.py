@@ -130,6 +130,28 @@ UNMERGED = {
     **dict.fromkeys(("LILY", "POLY", "SHADOW", "XLORA"), "changes with the input"),
 }
 
+# What is loaded along with a model and is not merged: its name, what it does, and the function that loads it; the names
+# of all of its tensors, or of one.
+_COMPANIONS = (
+    (
+        ("a textual inversion embedding", "adds tokens to the text encoder", "load_textual_inversion() of diffusers"),
+        re.compile(r"emb_params|clip_[lg]|t5xxl|<[^<>]{1,99}>|\*|string_to_param\..*"),
+    ),
+    (
+        ("a hypernetwork", "changes the inputs of attentions while the model runs", "the web UI that trained it"),
+        re.compile(r"\d+\.\d\.linear\.\d+\.(?:weight|bias)"),
+    ),
+    (
+        ("an adapter of AdapterHub", "adds layers to the model", "load_adapter() of the library adapters"),
+        re.compile(r".*\.(?:adapters\.[^.]+\.adapter_(?:down|up)|loras\.[^.]+\.lora_[AB]|invertible_adapters)\b.*"),
+    ),
+    (
+        ("an IP-Adapter", "adds attentions to an image", "load_ip_adapter() of diffusers"),
+        re.compile(r"(?:image_proj|ip_adapter)\..*"),
+    ),
+)
+_CONTROL_LORA = ("a Control-LoRA", "takes its other weights from the model while it runs", "ComfyUI")
+
 # Values of `init_lora_weights` with which the base is changed before training.
 _REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -524,6 +546,15 @@ def _number(name: str, value: object) -> float:
     return value
 
 
+def companion(checkpoint: Checkpoint) -> tuple[str, str, str] | None:
+    """Return what a file is that is loaded along with a model (``_COMPANIONS``); None for any other file."""
+    if "lora_controlnet" in checkpoint.specs:
+        return _CONTROL_LORA
+    keys = [".".join(map(str, (*checkpoint.container, key))) for key in checkpoint.specs]
+    found = (facts for facts, named in _COMPANIONS if keys and all(map(named.fullmatch, keys)))
+    return next(found, None)
+
+
 def foreign_type(adapter: Adapter) -> str:
     """Return the type of an adapter that cannot be merged, from its configuration or the names of its tensors; empty
     for any other adapter."""
@@ -549,6 +580,9 @@ def is_foreign(adapter: Adapter, key: str) -> bool:
 def _refuse(adapter: Adapter) -> None:
     """Raise ``AdapterError`` for an adapter that cannot be merged from its tensors."""
     config, kind = adapter.config, adapter.kind
+    if adapter.path and (one := companion(adapter.checkpoint)):
+        name, does, loader = one
+        raise adapter.refused(f"{name}, which {does} and is not merged", f"load it along with the model, with {loader}")
     if (other := foreign_type(adapter)) and (adapter.path or kind not in _MERGED):
         if other in UNMERGED:
             remedy = "load it along with the model, in peft with PeftModel.from_pretrained()"

@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
         "unmerged-adapter",
         wanted_by="adapter",
         keys=r"lora|lycoris_|ia3|base_layer|base_model\.model\.|hada_|lokr_|oft_|vera_|token_adapter|adapter\.linear_"
-        r"|prompt_embeddings",
+        r"|prompt_embeddings|emb_params|^clip_[lg]$|^<|^\*$|\.adapters\.|^linear\.\d+\.weight$|^ip_adapter\.",
     ),
     Rule("BUF101", "missing-num-batches-tracked"),
     Rule("BUF102", "unexpected-num-batches-tracked"),

@@ -5,7 +5,9 @@ With `--adapter`, the tensors of the file that the adapter changes, and by how m
 
 - a model saved with an adapter inside, with names like `q_proj.base_layer.weight`, `lora_A` and `lora_B`;
 - a file that is only an adapter: its type, its rank, and the layers that it changes. An error if it fits no base: a
-  matrix is missing, or the configuration does not fit.
+  matrix is missing, or the configuration does not fit;
+- a file that is loaded along with a model: a textual inversion embedding, a hypernetwork, a Control-LoRA, an IP-Adapter
+  or an adapter of AdapterHub.
 
 An adapter with only initial values (a matrix of zeros, scales of one) changes nothing: a note if it is fresh, a warning
 if the file says that it was trained.
@@ -55,6 +57,7 @@ from ckptfix.reading.adapters import (
     Adapter,
     adapter_in,
     check_alone,
+    companion,
     config_beside,
     config_file,
     foreign_type,
@@ -83,6 +86,10 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     config = None if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path)
     adapter = adapter_in(checkpoint, config=config)
+    if one := companion(checkpoint):
+        name, does, _ = one
+        yield rule.finding(Level.NOTE, f"{name}, and no model; it {does}")
+        return
     if (other := foreign_type(adapter)) and all(is_foreign(adapter, key) for key in checkpoint.entries):
         does = f"it {UNMERGED[other]}" if other in UNMERGED else "only the library that trained it can merge it"
         does = f"a merge needs its {CONFIG}" if other in METHODS else does

@@ -491,6 +491,34 @@ def test_an_adapter_that_cannot_be_merged_is_named(keys, config, kind, tmp_path)
     )
 
 
+_HYPERNETWORK = [{f"linear.{at}.{name}": torch.ones(2, 2) for at in (0, 1) for name in ("weight", "bias")}] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        pytest.param({"emb_params": torch.ones(2, 8)}, "a textual inversion embedding", id="web UI"),
+        pytest.param({"string_to_param": {"*": torch.ones(2, 8)}}, "a textual inversion embedding", id="web UI, .pt"),
+        pytest.param({"<cat>": torch.ones(8)}, "a textual inversion embedding", id="diffusers"),
+        pytest.param({"clip_l": torch.ones(2, 8), "clip_g": torch.ones(2, 9)}, "a textual inversion", id="SDXL"),
+        pytest.param({768: _HYPERNETWORK, "name": "style"}, "a hypernetwork", id="hypernetwork"),
+        pytest.param({"lora_controlnet": torch.ones(0), "a.up": torch.ones(2, 2)}, "a Control-LoRA", id="Control-LoRA"),
+        pytest.param({"l.0.output.adapters.x.adapter_down.0.weight": torch.ones(2, 2)}, "an adapter of AdapterHub"),
+        pytest.param({"l.0.query.loras.x.lora_A": torch.ones(2, 2)}, "an adapter of AdapterHub", id="its LoRA"),
+        pytest.param({"ip_adapter.1.to_k_ip.weight": torch.ones(2, 2)}, "an IP-Adapter", id="IP-Adapter"),
+        pytest.param({"clip_l": torch.ones(8), "fc.weight": torch.ones(2, 2)}, "", id="a model's parameter"),
+        pytest.param({"linear.0.weight": torch.ones(2, 2)}, "", id="a model of linear layers"),
+    ],
+)
+def test_what_is_loaded_along_with_a_model_is_named(data, says, tmp_path):
+    torch.save(data, tmp_path / "it.pt")
+    found = ckptfix.check(tmp_path / "it.pt", select="FIL108", values=False).findings
+    assert [each.message.startswith(says) for each in found] == [True] * bool(says)
+    if says:
+        with pytest.raises(AdapterError, match=f"{says}.*, which .* and is not merged; load it along with the model"):
+            ckptfix.repair_state_dict(net().state_dict(), adapter=tmp_path / "it.pt")
+
+
 PAIR = {"lora_down.weight": (1, 8), "lora_up.weight": (8, 1)}
 
 
