@@ -62,8 +62,11 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
         from ckptfix.report.advice import Presentation
 
         report = _report(file, choices, console) if file is not None else None
+        is_folder = file is not None and Path(file).is_dir()
         subject = MessageContext(
-            file, option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices})
+            file,
+            option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices}),
+            is_folder=is_folder,
         )
         if isinstance(report, str):
             subject = replace(subject, code="")
@@ -91,7 +94,8 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
         else:
             console.write(full_lines(explanation, None if console.verbose else 12))
         if verdict is not None and form != "json":
-            console.write(["", *verdict_lines(verdict)] if form == "full" else verdict_lines(verdict))
+            lines = verdict_lines(verdict, is_folder)
+            console.write(["", *lines] if form == "full" else lines)
         return 0 if explanation is not None else UNKNOWN
 
 

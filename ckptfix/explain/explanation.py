@@ -109,15 +109,16 @@ _SPREAD = (
 
 
 class MessageContext(Struct, frozen=True):
-    """What is known besides the text: the file, the flags that name its model, as words, the file's entries, the Python
-    expression for its state_dict, empty for a file that cannot be read, and the command that merges the files of a
-    training run, empty unless it is a folder of them."""
+    """What is known besides the text: the file or folder, the flags that name its model, as words, the file's entries,
+    the Python expression for its state_dict, empty for a file that cannot be read, and the command that merges the
+    files of a training run, empty unless it is a folder of them."""
 
     file: str | None = None
     model: tuple[str, ...] = ()
     code: str | None = None
     entries: frozenset[str] = frozenset()
     merging: str = ""
+    is_folder: bool = False
 
 
 class Explanation(Struct, frozen=True):
@@ -259,8 +260,8 @@ def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subjec
     for each in advice:
         if "{load}" in each.code and not values["load"]:
             continue
-        if subject.merging and _OPENING.search(each.code):
-            continue  # a folder
+        if subject.is_folder and _OPENING.search(each.code):
+            continue
         command = each.command
         if subject.model:
             command = command.replace("--model {MODEL}", shell_join(subject.model))

@@ -223,6 +223,12 @@ def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterato
             " decoder, another head or norm). That is right before fine-tuning; until then the outputs are random.",
             (),
         )
+    elif missing and {_LAYERS.sub(".#", key) for key in missing} == {_LAYERS.sub(".#", key) for key in unexpected}:
+        yield (
+            "The names differ only in the numbers of the layers: one side groups them (block_chunks of DINOv2, stages"
+            " of a pipeline) or counts them differently.",
+            (),
+        )
     elif missing and unexpected and len(missing) > 3 and len(unexpected) > 3:
         yield (
             "The other names do not match: the file is for another model or another implementation of it, or the"
@@ -250,6 +256,8 @@ _PARTS_LEFT_OUT = {
         " unless the model runs in fp8"
     ),
 }
+
+_LAYERS = re.compile(r"(?:\.\d+)+(?=\.|$)")  # the numbers of layers in a name
 
 _FUSED = re.compile(
     r"\bexperts\.(?:gate_up_proj|down_proj|w(?:eight)?\d+)(?:_weight|_bias)?$"

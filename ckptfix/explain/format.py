@@ -62,11 +62,9 @@ def judge(explanation: Explanation | None, report: Report, presentation: Present
     elif defects and explanation is None:
         sentence = f"{report.source} has {counted(len(defects), 'defect')}, which may be the cause:"
     elif defects:
-        sentence = (
-            f"The message is not about the file; {report.source} has {counted(len(defects), 'defect')} of its own:"
-        )
+        sentence = f"The message is not about it; {report.source} has {counted(len(defects), 'defect')} of its own:"
     elif explanation:
-        sentence = f"Nothing is wrong in {report.source} itself, so the file is not at fault."
+        sentence = f"Nothing is wrong in {report.source} itself, so it is not at fault."
     else:
         limits = "" if report.target else " as far as ckptfix can see without your model (--model or --like)"
         sentence = f"{report.source}: nothing is wrong with it{limits}."
@@ -82,7 +80,7 @@ def _what_it_holds(report: Report) -> str:
     tensors = counted(report.tensors, "tensor")
     kind = "a whole model" if _becomes_state_dict(report) else "a bare state_dict"
     place = f"{kind} of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
-    thing = "folder" if report.format in OF_TRAINING else "file"
+    thing = "folder" if report.format in OF_TRAINING or report.format.startswith("sharded") else "file"
     return f"{report.source} is a {report.format} {thing} and holds {place}."
 
 
@@ -182,9 +180,9 @@ def unknown_lines(close: tuple[KnownMessage, float] | None) -> Iterator[Line]:
     )
 
 
-def verdict_lines(verdict: Verdict) -> Iterator[Line]:
-    """Yield the verdict on the file, with its findings."""
-    yield (Span("this file: ", "strong"), verdict.sentence)
+def verdict_lines(verdict: Verdict, is_folder: bool = False) -> Iterator[Line]:
+    """Yield the verdict on the file or folder, with its findings."""
+    yield (Span("this folder: " if is_folder else "this file: ", "strong"), verdict.sentence)
     for finding in (*verdict.confirming, *verdict.others):
         level = finding.level.name.lower()
         yield ("  ", Span(finding.code, level), f" {finding.name} {level}: {message_with_count(finding)}")

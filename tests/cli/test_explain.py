@@ -109,8 +109,16 @@ def test_a_message_about_the_machine_stays_one(tmp_path):
     unpacked("fsdp2_w4", tmp_path)
     text = "RuntimeError: CUDA error: invalid device ordinal"
     done = run_here("explain", text, "--file", "saved", cwd=tmp_path)
-    assert "saved itself, so the file is not at fault." in done.stdout
+    assert "\nthis folder: Nothing is wrong in saved itself, so it is not at fault." in done.stdout
     assert "torch.load(" not in done.stdout
+
+
+def test_a_folder_is_not_given_to_a_function_that_opens_files(tmp_path):
+    (tmp_path / "model").mkdir()
+    safetensors.torch.save_file({"a.weight": torch.ones(4, 4)}, tmp_path / "model" / "model.safetensors")
+    done = run_here("explain", "RuntimeError: No CUDA GPUs are available", "--file", "model", cwd=tmp_path)
+    assert "torch.load(" not in done.stdout
+    assert "\nthis folder: Nothing is wrong in model/model.safetensors itself" in done.stdout
 
 
 @pytest.mark.parametrize("words", [(), ("-",)])

@@ -116,6 +116,7 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
         (text(unexpected=["embeddings.position_ids"]), "1 buffer not in the model"),
         (text(unexpected=["a._fsdp_wrapped_module._flat_param"]), "flat parameter of FSDP"),
         (text(["fc.weight"]), "1 key that the file does not have"),
+        (text(["blocks.0.0.attn.weight"], ["blocks.0.attn.weight"]), "differ only in the numbers of the layers"),
         (text(["enc_q.pre.weight", "enc_q.pre.bias"]), "2 keys of a part that only training uses"),
         (text(unexpected=["decoder.attn._extra_state"]), "1 key of what modules keep beside their weights"),
         (text(["mlp.experts.weight1"], ["mlp.experts.local_experts.0.linear_fc1.weight"]), "The layout differs"),

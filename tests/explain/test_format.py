@@ -48,7 +48,7 @@ def test_without_a_model_names_cannot_be_compared(plain: Path):
 
 
 def test_a_clean_file_agrees_with_a_fault_of_the_environment(plain: Path):
-    assert verdict(CUDA, plain).sentence.endswith("itself, so the file is not at fault.")
+    assert verdict(CUDA, plain).sentence.endswith("itself, so it is not at fault.")
 
 
 def test_an_unknown_message(plain: Path):
@@ -88,7 +88,7 @@ def test_a_defect_that_the_message_is_not_about(wrapped: Path):
     told = verdict(CUDA, wrapped, nn.Linear(3, 2))
     assert told.confirming == ()
     assert [finding.code for finding in told.others] == ["KEY102"]
-    assert "The message is not about the file" in told.sentence
+    assert "The message is not about it" in told.sentence
 
 
 def test_a_key_of_the_container_is_told_where_the_weights_are(plain: Path, wrapped: Path):
