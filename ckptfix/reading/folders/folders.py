@@ -224,13 +224,12 @@ def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
 def _read_dcp(folder: Path, salvage: bool) -> Document:
     """Return the document of a DCP folder, merged with the common data that one rank saved beside the chunks."""
     document = dcp.read_folder(folder, salvage)
-    document = replace(document, root=_with_model(document.root))
     file = next((folder / name for name in COMMON if (folder / name).is_file()), None)
     if file is None and _is_torch_dist(folder):
         lacks = Fact.of(Kind.SHARDS_MISSING, names=(TORCH_DIST,), keys=0, nbytes=0, total=0)
         return replace(document, damage=[*document.damage, lacks])
     if file is None or not isinstance(document.root, dict):
-        return document
+        return replace(document, root=_with_model(document.root))
     common = read_document(Content.of_file(str(file_inside(folder, file.name, str(folder / dcp.METADATA)))))
     if not isinstance(common.root, dict):
         raise damaged(folder / file.name, "lacks the data next to the chunks")
