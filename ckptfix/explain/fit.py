@@ -137,58 +137,35 @@ def _is_counter(key: str) -> bool:
     return split_key(key)[1] == NUM_BATCHES_TRACKED
 
 
+# What a finding on names means here, after the rule's own message; in the order in which causes are told.
+_MEANINGS = {
+    "wrapper-segment": ": the file was saved from a wrapped model ({wrappers})",
+    "wrapper-prefix": ": the file was saved from a model inside DataParallel or DistributedDataParallel",
+    "missing-wrapper-prefix": ": the model is wrapped ({wrappers}), and the file is not, or is wrapped differently",
+    "foreign-prefix": "",
+    "renamed-by-release": "",
+    "missing-num-batches-tracked": ", or with a state_dict that was copied key by key",
+    "unexpected-num-batches-tracked": ", because this torch is older than 0.4.1, or the BatchNorms are frozen ones",
+    "transient-buffer": ". The release that saved the file kept them; nothing in them was learned",
+}
+_LISTED = ("renamed-by-release", "transient-buffer")
+
+
 def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Cause]:
     """Yield the causes that the rules on names recognise."""
-    if finding := findings.get("wrapper-segment"):
-        parts = {part for key in (*finding.keys, *mismatch.unexpected) for part in key.split(".")} & WRAPPER_SEGMENTS
-        hold = "holds" if len(finding.keys) == 1 else "hold"
-        yield f"{_share(finding, mismatch)} {hold} the name of a wrapper ({_wrapper_names(parts)}).", ()
-    if finding := findings.get("wrapper-prefix"):
-        begin = "begins" if len(finding.keys) == 1 else "begin"
-        yield (
-            f"{_share(finding, mismatch)} {begin} with `module.`: the file was saved from a model inside"
-            " DataParallel or DistributedDataParallel.",
-            (),
-        )
-    if finding := findings.get("missing-wrapper-prefix"):
-        parts = {part for key in mismatch.missing for part in key.split(".")} & {MODULE, *WRAPPER_SEGMENTS}
-        yield (
-            f"The model is wrapped ({_wrapper_names(parts)}) and the file is not, or is wrapped differently:"
-            f" {counted(len(finding.keys), 'key')} would fit with the wrapper's names.",
-            (),
-        )
-    if finding := findings.get("foreign-prefix"):
-        yield f"{_capital(finding.message)}.", ()
-    if finding := findings.get("renamed-by-release"):
-        yield f"{_capital(finding.message)}.", finding.keys
-    if finding := findings.get("missing-num-batches-tracked"):
-        yield (
-            f"{counted(len(finding.keys), 'counter')} num_batches_tracked of BatchNorm missing: torch saves them since"
-            " 0.4.1, so the file is older, or its state_dict was copied key by key.",
-            (),
-        )
-    if finding := findings.get(_SURPLUS_COUNTERS):
-        yield (
-            f"{counted(len(finding.keys), 'counter')} num_batches_tracked of BatchNorm not in the model: the file is"
-            " from torch 0.4.1 or later, and this torch is older, or the model has frozen BatchNorms, which have none.",
-            (),
-        )
-    if finding := findings.get("transient-buffer"):
-        yield (
-            f"{counted(len(finding.keys), 'buffer')} not in the model, which computes them itself: the release that"
-            " saved the file kept them, this one does not. They hold nothing learned.",
-            finding.keys,
-        )
+    parts = {part for key in (*mismatch.missing, *mismatch.unexpected) for part in key.split(".")}
+    known = sorted(parts & {MODULE, *WRAPPER_SEGMENTS})
+    wrappers = ", ".join(f"`{part}` of {WRAPPERS.get(part, 'a wrapper')}" for part in known)
+    for name, meaning in _MEANINGS.items():
+        if finding := findings.get(name):
+            words = f"{finding.message}{meaning.format(wrappers=wrappers)}."
+            yield _capital(words), finding.keys if name in _LISTED else ()
     if computed := tuple(key for key in _left(findings, "missing-key") if is_transient(key, ())):
         yield (
             f"{counted(len(computed), 'buffer')} missing, which the model computes: this release keeps them,"
             " the one that saved the file did not. Nothing learned is lost.",
             computed,
         )
-
-
-def _wrapper_names(parts: Iterable[str]) -> str:
-    return ", ".join(f"`{part}` of {WRAPPERS.get(part, 'a wrapper')}" for part in sorted(parts))
 
 
 def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Cause]:
@@ -431,13 +408,6 @@ def _recipes(mismatch: Mismatch) -> dict[str, str]:
         for key, (_, wanted) in case.shapes.items()
         if all(wanted)
     }
-
-
-def _share(finding: Finding, mismatch: Mismatch) -> str:
-    number, total = len(finding.keys), len(mismatch.unexpected)
-    if number == total:
-        return f"All {total} unexpected keys" if total > 1 else "The unexpected key"
-    return f"{number} of {total} unexpected keys" if number < total else counted(number, "key")
 
 
 def _capital(text: str) -> str:

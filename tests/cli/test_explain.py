@@ -222,7 +222,7 @@ def test_stdin_of_no_encoding_at_all(tmp_path):
 def test_json(tmp_path):
     data = json.loads(run_here("explain", PREFIX, "--output-format", "json", cwd=tmp_path).stdout)
     assert (data["version"], data["recognised"], data["name"]) == (1, True, "does-not-fit")
-    assert "All 2 unexpected keys begin with `module.`" in data["causes"][1]["text"]
+    assert "2 keys with the wrapper prefix `module.`" in data["causes"][1]["text"]
     assert data["advice"][0]["command"] == "ckptfix repair FILE"
     assert data["nearest"] is None
 

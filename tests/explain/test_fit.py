@@ -99,21 +99,21 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (text(under(), under("module.")), "All 5 unexpected keys begin with `module.`"),
-        (text(["fc.weight"], ["module.fc.weight"]), "The unexpected key begins with `module.`"),
-        (text(under(), [*under("module."), "module.old.weight"]), "begin with `module.`"),
+        (text(under(), under("module.")), "5 keys with the wrapper prefix `module.`: the file was saved from"),
+        (text(["fc.weight"], ["module.fc.weight"]), "1 key with the wrapper prefix `module.`"),
+        (text(under(), [*under("module."), "module.old.weight"]), "6 keys with the wrapper prefix"),
         (text(under(), under("_orig_mod.")), "`_orig_mod` of torch.compile"),
-        (text(under(), under("_orig_mod.module.")), "begin with `module.`"),
-        (text(under("module."), under()), "The model is wrapped (`module` of DataParallel"),
-        (text(under("_orig_mod."), under()), "The model is wrapped (`_orig_mod` of torch.compile)"),
+        (text(under(), under("_orig_mod.module.")), "with the wrapper prefix `module.`"),
+        (text(under("module."), under()), "the model is wrapped (`module` of DataParallel"),
+        (text(under("_orig_mod."), under()), "the model is wrapped (`_orig_mod` of torch.compile)"),
         ('Missing key(s) in state_dict: "a.weight", "b.weight", ...', "cut short in this text"),
         (text(under(), under("model.")), "5 keys under a different prefix"),
         (text(under("backbone."), under()), "5 keys under a different prefix"),
         (text(under(leaf="parametrizations.weight.original0"), under(leaf="weight_g")), "weight_norm"),
-        (text(under(leaf="num_batches_tracked")), "5 counters num_batches_tracked of BatchNorm missing"),
-        (text(unexpected=under(leaf="num_batches_tracked")), "num_batches_tracked of BatchNorm not in the model"),
+        (text(under(leaf="num_batches_tracked")), "5 BatchNorm modules without num_batches_tracked, as saved before"),
+        (text(unexpected=under(leaf="num_batches_tracked")), "5 unexpected counters: these modules have no"),
         (text(["embeddings.position_ids"]), "1 buffer missing, which the model computes"),
-        (text(unexpected=["embeddings.position_ids"]), "1 buffer not in the model"),
+        (text(unexpected=["embeddings.position_ids"]), "1 buffer unexpected: this model computes"),
         (text(unexpected=["a._fsdp_wrapped_module._flat_param"]), "flat parameter of FSDP"),
         (text(["fc.weight"]), "1 key that the file does not have"),
         (text(["blocks.0.0.attn.weight"], ["blocks.0.attn.weight"]), "differ only in the numbers of the layers"),
@@ -204,22 +204,22 @@ def test_recipes_beside_a_head():
 
 OLD = [
     pytest.param(
-        "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'", "The unexpected key begins", id="0.3"
+        "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'", "1 key with the wrapper prefix", id="0.3"
     ),
     pytest.param(
         "KeyError: 'unexpected key \"module.bn1.num_batches_tracked\" in state_dict'",
-        "1 counter num_batches_tracked of BatchNorm not in the model",
+        "1 unexpected counter: these modules have no num_batches_tracked",
         id="0.3, a counter: all keys before it did fit",
     ),
     pytest.param(
         "_IncompatibleKeys(missing_keys=['a.w', 'b.w'], unexpected_keys=['module.a.w', 'module.b.w'])",
-        "All 2 unexpected keys begin",
+        "2 keys with the wrapper prefix",
         id="what load_state_dict returns",
     ),
     pytest.param(
         "unexpected key in source state_dict: module.a.weight, module.b.weight\n\n"
         "missing keys in source state_dict: a.weight, b.weight\n",
-        "All 2 unexpected keys begin",
+        "2 keys with the wrapper prefix",
         id="mmcv",
     ),
 ]
@@ -248,7 +248,7 @@ def test_the_advice_for_a_prefix_alone_needs_no_model():
 
 def test_thousands_of_keys():
     keys = [f"layers.{n}.weight" for n in range(3000)]
-    assert "All 3000 unexpected keys" in causes(text(keys, [f"module.{key}" for key in keys]))
+    assert "3000 keys with the wrapper prefix" in causes(text(keys, [f"module.{key}" for key in keys]))
 
 
 def size_mismatches(*pairs: tuple[list[int], list[int]]) -> str:
@@ -302,7 +302,7 @@ def test_a_prefix_in_the_lists_of_fvcore():
     found = explain(f"{FVCORE}WARNING:fvcore.common.checkpoint:{unused}" + "\n".join(names))
     assert found is not None
     assert found.name == "unused-checkpoint-keys"
-    assert "All 7 unexpected keys begin with `module.`" in found.causes[1][0]
+    assert "7 keys with the wrapper prefix `module.`" in found.causes[1][0]
     assert found.advice[0].command == "ckptfix repair FILE"
 
 

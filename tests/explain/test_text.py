@@ -107,7 +107,7 @@ def test_a_whole_traceback_in_noise(front: str):
     explanation = explain("\n".join(front + line for line in TRACEBACK.splitlines()))
     assert explanation is not None
     assert explanation.name == "does-not-fit"
-    assert any("All 2 unexpected keys begin with `module.`" in cause for cause, _ in explanation.causes)
+    assert any("2 keys with the wrapper prefix `module.`" in cause for cause, _ in explanation.causes)
     assert explanation.file == "runs/last.pth"
     assert any(advice.command == "ckptfix repair runs/last.pth" for advice in explanation.advice)
 
@@ -117,14 +117,14 @@ def test_a_terminal_has_broken_the_lines(width: int):
     lines = (line[start : start + width] for line in TRACEBACK.splitlines() for start in range(0, len(line), width))
     explanation = explain("\n".join(lines))
     assert explanation is not None
-    assert any("All 2 unexpected keys begin with `module.`" in cause for cause, _ in explanation.causes)
+    assert any("2 keys with the wrapper prefix `module.`" in cause for cause, _ in explanation.causes)
 
 
 def test_escapes_of_repr_and_json():
     explanation = explain(TRACEBACK.splitlines()[5] + r"\n\tMissing key(s) in state_dict: \"a.w\", \"b.w\". \n\t"
                           r"Unexpected key(s) in state_dict: \"module.a.w\", \"module.b.w\". ")  # fmt: skip
     assert explanation is not None
-    assert any("begin with `module.`" in cause for cause, _ in explanation.causes)
+    assert any("with the wrapper prefix `module.`" in cause for cause, _ in explanation.causes)
 
 
 DIRECT = "\nThe above exception was the direct cause of the following exception:\n\n"
