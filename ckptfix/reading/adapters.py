@@ -320,6 +320,18 @@ class Adapter(Struct, frozen=True):
             raise self.refused(f"{layer.module} has the rank {stored}{source}", remedy)
         return stored
 
+    def fits(self, layer: AdapterLayer, *size: int) -> bool:
+        """Return whether the tensors of a layer are for a matrix with these numbers of outputs and inputs, if the type
+        is one with a formula of its own."""
+        roles = dict.fromkeys(self.method.roles.values()) if self.method else ()
+        shapes = [spec.shape for role in roles if (spec := self.spec(layer, role)) is not None]
+        return (
+            self.method is not None
+            and len(size) == 2
+            and len(shapes) == len(roles)
+            and self.method.fits(*size, *shapes)
+        )
+
     def numbers(self, layer: AdapterLayer) -> tuple[int, float]:
         """Return the number that the formula of ``method`` needs, and the factor of the change. Raises ``AdapterError``
         for a configuration that lacks them, or that has settings of another formula."""

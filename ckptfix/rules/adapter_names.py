@@ -195,9 +195,11 @@ class BaseNames:
 
     def _may_be_tied(self, module: str) -> bool:
         """Return whether a layer may be a tied head: it is named like one, or has the embedding's shape."""
-        sizes = next(self.adapter.sizes(layer) for layer in self.layers if layer.module == module)
-        words = (frozenset(spec.shape) for key, spec in self.checkpoint.specs.items() if is_of_words(key))
-        return is_of_words(f"{module}.weight") or sizes in words
+        layer = next(layer for layer in self.layers if layer.module == module)
+        words = [spec.shape for key, spec in self.checkpoint.specs.items() if is_of_words(key)]
+        if self.adapter.method is not None:
+            return is_of_words(f"{module}.weight") or any(self.adapter.fits(layer, *shape) for shape in words)
+        return is_of_words(f"{module}.weight") or self.adapter.sizes(layer) in map(frozenset, words)
 
 
 def quantised(checkpoint: Checkpoint, words: str) -> AdapterError:

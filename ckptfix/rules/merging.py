@@ -465,13 +465,14 @@ def _by_formula(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     factors = tuple(layer.keys[role] for role in dict.fromkeys(method.roles.values()))
     shapes = [adapter.checkpoint.specs[factor].shape for factor in factors]
     fits, is_turned, size = False, layer.is_embedding, (spec.shape[0], prod(spec.shape[1:]))
+    turned_size = size[::-1]
     if len(spec.shape) == 2 or adapter.kind == "ADALORA":
-        fits = method.fits(*(size[::-1] if is_turned else size), *shapes)
+        fits = adapter.fits(layer, *(turned_size if is_turned else size))
         if len(spec.shape) == 2 and not layer.is_embedding:
             is_turned = (
                 turned.is_turned(layer, key) if size[0] == size[1] and fits else not fits or turned.is_conv1d(key)
             )
-            fits = method.fits(*size[::-1], *shapes) if is_turned and method.turns else fits and not is_turned
+            fits = adapter.fits(layer, *turned_size) if is_turned and method.turns else fits and not is_turned
     if not fits:
         words = f"{layer.module} has tensors {', '.join(map(str, map(list, shapes)))}, which do not fit {key}"
         raise adapter.refused(f"{words} {list(spec.shape)} of the base as {method.name}", f"{OTHER_BASE}, or use peft")
@@ -483,7 +484,8 @@ def _by_formula(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     if scaling == 0 != adapter.weight:
         raise adapter.refused(f"the {method.scale} of {CONFIG} is 0", OWN_CONFIG)
     form = "bat" if "block" in layer.keys and len(shapes[0]) == 3 else adapter.kind.lower()
-    is_cut = bool(adapter.config.get("rank_pattern"))  # layers of AdaLoRA then have the dtype of the base
+    # Layers of AdaLoRA with fewer ranks have the dtype of the base.
+    is_cut = form == "adalora" and bool(adapter.config.get("rank_pattern"))
     return Delta(adapter.path, form, factors, scaling, is_turned, method.rounds, is_cut, number=number)
 
 

@@ -224,6 +224,22 @@ def test_a_head_that_only_the_configuration_has_tied_keeps_the_old_values(name, 
     assert_same(dict(sorted(load_file(out).items())), dict(sorted(want.items())))
 
 
+@pytest.mark.parametrize("config", [peft.MissConfig, peft.ShiraConfig])
+def test_a_head_with_a_name_of_its_own_that_is_only_tied(config, tmp_path):
+    """Like Whisper's proj_out, by the shapes of a type that has no inputs in its tensors."""
+
+    def make(dtype=torch.float32):
+        model = language()
+        model.proj_out = model.lm_head
+        del model.lm_head
+        return model
+
+    adapter = trained(config(r=2, target_modules=["q_proj", "proj_out"]), tmp_path / "adapter", make=make)
+    base = {key: value for key, value in make().state_dict().items() if key != "proj_out.weight"}
+    with pytest.raises(AdapterError, match=r"changes proj_out, which .* has only as the embedding that it is tied to"):
+        ckptfix.repair_state_dict(base, adapter=adapter)
+
+
 def with_words(number, *, is_tied=True):
     def make(dtype=torch.float32):
         model = language()
