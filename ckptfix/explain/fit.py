@@ -168,15 +168,17 @@ def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterat
         )
 
 
+_OF_FSDP = re.compile("_flat_param|flat_param_")
+
+
 def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Cause]:
     """Yield what no rule on names explains."""
     unexpected = _left(findings, "unexpected-key") if mismatch.knows_missing or findings else mismatch.unexpected
     missing = tuple(key for key in _left(findings, "missing-key") if not is_transient(key, ()))
-    flat = tuple(key for key in (*unexpected, *mismatch.shapes) if "_flat_param" in key or "flat_param_" in key)
-    if flat:
+    if flat := tuple(filter(_OF_FSDP.search, (*unexpected, *mismatch.shapes))):
         yield (
             f"{counted(len(flat), 'key')} of a flat parameter of FSDP: one rank's part of the weights. No renaming"
-            f" makes it the model's; save again with FSDP's FULL_STATE_DICT.",
+            " makes it the model's.",
             flat,
         )
         return
@@ -279,6 +281,11 @@ _SURPLUS_COUNTERS = "unexpected-num-batches-tracked"
 
 def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Advice]:
     named = {name for name, finding in findings.items() if finding.code.startswith(FOR_LOADING)}
+    if any(map(_OF_FSDP.search, (*mismatch.unexpected, *mismatch.shapes))):
+        merge = "ckptfix repair FOLDER --model {MODEL} -o model.pth"
+        yield Advice("puts the ranks together, with the files of all of them in one folder", merge)
+        yield Advice("Or save again with FSDP's FULL_STATE_DICT.")
+        return
     yield from _commands_for_names(findings, mismatch, named)
     yield from _advice_on_shapes(mismatch)
     if named == {_SURPLUS_COUNTERS}:

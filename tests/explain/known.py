@@ -166,6 +166,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " ['cls.predictions.bias', 'cls.predictions.transform.dense.weight']",
     ),
     "key-by-hand": (
+        "KeyError: 'backbone.stages.0.attns.1.rpe_table'",
         "KeyError: 'pos_embed'",
         "KeyError: 'visual.class_embedding'",
         "KeyError: 'text_projection'",
@@ -353,6 +354,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "copying-failed": (),
     "not-an-optimizer": (),
     "weights-without-optimizer": (
+        "KeyError: 'message_hub'",
         "Unable to load optimizer from checkpoint /ckpt, exiting. Specify --no-load-rng or --finetune to prevent"
         " attempting to load the random state.",
         "KeyError: 'meta'",
@@ -473,6 +475,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
     ),
     "no-such-file": (
+        "OSError: meta-llama/Llama-4 does not appear to have files named ('model-00002-of-00050.safetensors',"
+        " 'model-00003-of-00050.safetensors').",
         "ValueError: No checkpoints in the directory: '/logs/rsl_rl/reach' match 'model.pth'.",
         "RuntimeError: Cannot find any model weights with `/models/x`",
         "ValueError: No supported config format found in ./out.",

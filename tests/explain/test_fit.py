@@ -314,6 +314,10 @@ def test_axes_of_one_element_are_repaired_and_ranks_are_put_together():
     commands = [advice.command for advice in read_fit(rank)[1]]
     assert "ckptfix repair FOLDER -o model.pth" in commands
     assert not any("--adapt" in command or "--fill" in command for command in commands)
+    (flat,) = messages(text(["pos_embed"], ["_flat_param"]))
+    assert [advice.command for advice in read_fit(flat)[1] if advice.command] == [
+        "ckptfix repair FOLDER --model {MODEL} -o model.pth"
+    ]
     (adapter,) = messages(text(None, None, *ADAPTER))
     assert [advice.command for advice in read_fit(adapter)[1] if "--fill" in advice.command] == []
 
