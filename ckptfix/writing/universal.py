@@ -22,6 +22,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, WriteError
+from ckptfix.maps.optimizer_states import optimizer_of
 from ckptfix.maps.recipes import number_of
 from ckptfix.reading.folders.ranks.universal import GROUPS, LATEST, MASTER, PARAMETERS
 from ckptfix.reading.folders.ranks.zero import beside
@@ -44,7 +45,7 @@ def universal_form(checkpoint: Checkpoint) -> Checkpoint:
 
     Raises ``WriteError`` if the optimizer's state is missing or not keyed by name, or if a master is not fp32."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
-    found = [(key, value) for key, value in root.items() if _is_by_name(value, checkpoint.specs)]
+    found = [(key, made) for key, value in root.items() if (made := _by_name(value, checkpoint.specs)) is not None]
     if len(found) != 1:
         if not found and (ranks := beside(Path(checkpoint.path))) is not None:
             raise WriteError(
@@ -79,12 +80,23 @@ def universal_form(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, container=(_MODULE,), root=whole)
 
 
-def _is_by_name(value: Any, specs: Mapping[str, TensorSpec]) -> bool:
-    if not isinstance(value, dict) or not isinstance(state := value.get("state"), dict) or not state:
-        return False
-    groups = value.get("param_groups")
-    named = [name for group in groups for name in group.get("params", ())] if isinstance(groups, list) else []
-    return set(named) == state.keys() and all(name in specs for name in named)
+def _by_name(value: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any] | None:
+    """Return the state and groups of an optimizer whose ids are the names of weights; None for any other value.
+
+    Flat keys have the options of each parameter; parameters with the same options become a group."""
+    found = optimizer_of(value, ())
+    if found is None or not found.state or {*found.ids} != found.state.keys() or not found.state.keys() <= specs.keys():
+        return None
+    if not found.is_flat:
+        return dict(value)
+    groups: list[dict[str, Any]] = []
+    for group in found.groups:
+        same = next((one for one in groups if {**one, "params": group["params"]} == group), None)
+        if same is None:
+            groups.append({**group, "params": list(group["params"])})
+        else:
+            same["params"] += group["params"]
+    return {"state": found.state, "param_groups": groups}
 
 
 @contextlib.contextmanager

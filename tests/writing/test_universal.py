@@ -82,6 +82,24 @@ def test_a_plain_file_with_names_becomes_one(tmp_path: Path) -> None:
     assert (tmp_path / "a.universal" / LATEST).read_text() == "global_step7"
 
 
+def test_flat_keys_become_groups_of_parameters_with_the_same_options(tmp_path: Path) -> None:
+    """As torchtitan saves them, with the options of each parameter. DeepSpeed 0.19.8 resumes from the result."""
+    options = {"a.weight": 0.1, "a.bias": 0.0, "b.weight": 0.1}
+    optimizer = {f"state.{name}.{what}": torch.rand(2) for name in options for what in ("exp_avg", "exp_avg_sq")}
+    optimizer |= {f"state.{name}.step": torch.tensor(7.0) for name in options}
+    optimizer |= {f"param_groups.{name}.weight_decay": decay for name, decay in options.items()}
+    torch.save({"model": {name: torch.ones(2) for name in options}, "optimizer": optimizer}, tmp_path / "a.pth")
+    ckptfix.repair(tmp_path / "a.pth", output=tmp_path / "out", format="universal")
+    made: Any = ckptfix.open_checkpoint(tmp_path / "out").root
+    assert made["optimizer"]["param_groups"] == [
+        {"weight_decay": 0.1, "params": ["a.weight", "b.weight"]},
+        {"weight_decay": 0.0, "params": ["a.bias"]},
+    ]
+    ckptfix.repair(tmp_path / "out", output=tmp_path / "whole.pth")
+    state = torch.load(tmp_path / "whole.pth")["optimizer"]["state"]
+    assert all(torch.equal(state[name]["exp_avg"], optimizer[f"state.{name}.exp_avg"]) for name in options)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
