@@ -1,4 +1,4 @@
-"""The two checks for every rule: it changes nothing, or exactly this."""
+"""The two assertions for every rule: it changes nothing, or exactly this."""
 
 import copy
 import os
@@ -72,7 +72,7 @@ def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
 
 
 class OnAnotherDevice(torch.Tensor):
-    """A tensor that, like one on a GPU, takes part in no computation with one on the CPU before it is moved there."""
+    """A tensor that, like one on a GPU, cannot be combined with one on the CPU until it is moved there."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -88,7 +88,7 @@ def serve(channel: socket.socket) -> None:
     from ckptfix.zoo import engine, performing  # noqa: F401
 
     own = [entry for entry in sys.path[1:] if entry not in os.environ["PYTHONPATH"].split(os.pathsep)]
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the minding processes are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the supervising processes
     while True:
         order, ends, _, _ = socket.recv_fds(channel, 1 << 20, 8)
         if not order:
@@ -128,7 +128,7 @@ def _become(order: dict[str, Any], own: list[str], stdin: int, stdout: int, *mor
     sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8", buffering=1)
     sys.stderr = sys.stdout
     program = sys.modules[sys.argv[0]]
-    vars(program)["die_with"] = lambda parent: None  # its parent is the minding process
+    vars(program)["die_with"] = lambda parent: None  # its parent is the supervising process
     code = 0
     try:
         program.main()

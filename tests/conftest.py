@@ -47,7 +47,7 @@ from ckptfix.zoo import engine  # noqa: E402
 for starting in (launch, engine):
     vars(starting)["subprocess"] = children.SUBPROCESS  # forks a process that has imported torch
 
-# The time that an example takes depends on the machine, not the code.
+# The time for an example depends on the machine, not on the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 

@@ -36,20 +36,20 @@ UNKNOWN = 0xFFFFFFFF
 def local(
     name: bytes, raw: bytes, method: int = 0, packed: int | None = None, size: int = 0, extra: bytes = b"", crc: int = 0
 ) -> bytes:
-    """A member with its header."""
+    """Return a member with its header."""
     shown = len(raw) if packed is None else packed
     fields = (20, 0, method, 0, 33, crc, shown, size or len(raw), len(name), len(extra))
     return struct.pack("<4s5H3I2H", b"PK\x03\x04", *fields) + name + extra + raw
 
 
 def entry(name: bytes, place: int, packed: int, size: int, method: int = 0, extra: bytes = b"", crc: int = 0) -> bytes:
-    """A member in the directory."""
+    """Return a directory entry."""
     fields = (20, 20, 0, method, 0, 33, crc, packed, size, len(name), len(extra), 0, 0, 0, 0, place)
     return struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *fields) + name + extra
 
 
 def zipped(members: bytes, entries: list[bytes]) -> bytes:
-    """An archive of members and a directory."""
+    """Return an archive of members and a directory."""
     directory = b"".join(entries)
     count = min(len(entries), 0xFFFF)
     return (
@@ -60,7 +60,7 @@ def zipped(members: bytes, entries: list[bytes]) -> bytes:
 
 
 def at_one_place(count: int, raw: bytes, method: int = 0, size: int = 0) -> bytes:
-    """Many members that are one and the same bytes."""
+    """Return an archive whose members all share the same bytes."""
     crc = zlib.crc32(raw)
     names = (b"%d.pth" % index for index in range(count))
     entries = [entry(name, 0, len(raw), size or len(raw), method, crc=crc) for name in names]
@@ -83,7 +83,7 @@ def quoting(count: int) -> bytes:
 
 
 def differing(count: int, raw: bytes, method: int) -> bytes:
-    """Members whose headers and directory contradict each other, and both are wrong."""
+    """Return members whose headers and directory contradict each other and are both wrong."""
     members, entries, place = b"", [], 0
     parts = [local(b"%d.pth" % index, raw, method, size=9, crc=7) for index in range(count)]
     for index, part in enumerate(parts):
@@ -94,13 +94,13 @@ def differing(count: int, raw: bytes, method: int) -> bytes:
 
 
 def claiming(name: bytes, method: int, is_listed: bool = True) -> bytes:
-    """A member of an exabyte, as zip64 says it."""
+    """Return a member of an exabyte, declared by zip64."""
     members = local(name, bytes(50), method, UNKNOWN, UNKNOWN, EXABYTES)
     return zipped(members, [entry(name, 0, UNKNOWN, UNKNOWN, method, EXABYTES)]) if is_listed else members
 
 
 def in_zips(data: bytes, levels: int, name: str = "x.zip") -> bytes:
-    """Zip in zip in zip."""
+    """Return nested zip archives."""
     for _ in range(levels):
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -110,21 +110,21 @@ def in_zips(data: bytes, levels: int, name: str = "x.zip") -> bytes:
 
 
 def in_gzips(data: bytes, levels: int) -> bytes:
-    """Gzip in gzip in gzip."""
+    """Return nested gzip streams."""
     for _ in range(levels):
         data = gzip.compress(data, mtime=0)
     return data
 
 
 def file(name: str, kind: bytes = tarfile.REGTYPE, data: bytes = b"", size: int | None = None, link: str = "") -> bytes:
-    """A file in a tar archive, with its header."""
+    """Return a file in a tar archive, with its header."""
     header = tarfile.TarInfo(name)
     header.type, header.size, header.linkname = kind, len(data) if size is None else size, link
     return header.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512)
 
 
 def tar(*files: bytes) -> bytes:
-    """A tar archive."""
+    """Return a tar archive."""
     return b"".join(files) + bytes(1024)
 
 
@@ -241,7 +241,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path
         env={**os.environ, "TMPDIR": str(folder / "scratch")},
         capture_output=True,
         text=True,
-        timeout=300,  # they take milliseconds, and what they claim to hold takes hours
+        timeout=300,  # they take milliseconds; what they claim to hold would take hours
         check=True,
     )
     said, grown = json.loads(done.stdout)

@@ -40,11 +40,11 @@ from tests.attacks.outcomes import REFUSED, outcome
 
 Crafted = Callable[[], bytes]
 
-HASH = (1 << 61) - 1  # every multiple of it has the hash 0
+HASH = (1 << 61) - 1  # all its multiples have the hash 0
 
 
 def shared_lists(levels: int) -> bytes:
-    """A list that holds one list twice, and so on."""
+    """Return a list that contains one list twice, and so on."""
     made = b"]" + put(100)
     for level in range(levels):
         here = get(100 + level)
@@ -53,14 +53,14 @@ def shared_lists(levels: int) -> bytes:
 
 
 def with_metadata(value: bytes) -> bytes:
-    """A state_dict whose ``_metadata`` holds the value."""
+    """Return a state_dict whose ``_metadata`` contains the value."""
     row = b"}(" + text("") + b"}(" + text("version") + value + b"uu"
     entries = name("collections.OrderedDict") + b")R(" + text("w") + tensor() + b"u"
     return PROTO + entries + b"}(" + text("_metadata") + row + b"ub."
 
 
 def module(children: bytes, cls: str = "models.Net") -> bytes:
-    """A pickled nn.Module with the given ``_modules``."""
+    """Return a pickled nn.Module with the given ``_modules``."""
     return (
         name(cls)
         + b")\x81}("
@@ -78,7 +78,7 @@ def module(children: bytes, cls: str = "models.Net") -> bytes:
 
 
 def shared_modules(levels: int) -> bytes:
-    """A module whose two children are one module, and so on: 2^levels places."""
+    """Return a module whose two children are the same module, and so on: 2^levels places."""
     made = PROTO + module(b"}") + put(500)
     for level in range(levels):
         here = get(500 + level)
@@ -87,11 +87,11 @@ def shared_modules(levels: int) -> bytes:
 
 
 def colliding(count: int, wrap: bytes = b"") -> bytes:
-    """A dict whose keys have one hash."""
+    """Return a dict whose keys all have the same hash."""
     return b"}(" + b"".join(number(HASH * (i + 1)) + wrap + b"N" for i in range(count)) + b"u"
 
 
-# Data that is odd and harmless: the weights are read, and what is around them is inert.
+# Odd but harmless data: the weights are read, and everything around them is inert.
 INERT: dict[str, Crafted] = {
     "getattr on a module is a name": lambda: around(
         x=call("builtins.getattr", name("torch.serialization"), text("os"))
@@ -159,7 +159,7 @@ INERT: dict[str, Crafted] = {
 WEARING = re.compile(r"2\^60|over and|thousand|1000 deep")
 """Names of the files that take long, or would."""
 
-# Built to exhaust the machine, or damaged: refused, in one line.
+# Built to exhaust the machine, or damaged: refused with a one-line error.
 REFUSED_PICKLES: dict[str, Crafted] = {
     "FRAME that claims 2^60 bytes": lambda: PROTO + b"\x95" + struct.pack("<Q", 1 << 60) + state_dict()[2:],
     "ends before its STOP": lambda: state_dict()[:-1],
@@ -349,7 +349,7 @@ def _member(head: bytes, data: bytes = b"") -> dict[str, bytes]:
 
 
 def _patched(old: bytes, new: bytes, which: int = -1, content: bytes | None = None) -> bytes:
-    """A good zip file with one occurrence of some bytes replaced."""
+    """Return a valid zip file with one occurrence of some bytes replaced."""
     content = torch_zip(state_dict()) if content is None else content
     parts = content.split(old)
     assert len(parts) > 1
@@ -371,7 +371,7 @@ def _doubled() -> bytes:
 
 
 def _packed_by(method: int) -> bytes:
-    """A good zip file whose headers and directory name another method of packing."""
+    """Return a valid zip file whose headers and directory name another compression method."""
     content = bytearray(torch_zip(state_dict()))
     for signature, place in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
         for found in re.finditer(re.escape(signature), bytes(content)):
@@ -380,14 +380,14 @@ def _packed_by(method: int) -> bytes:
 
 
 def _bomb(nbytes: int, declared: int) -> bytes:
-    """A deflated data.pkl whose directory entry declares another size."""
+    """Return a deflated data.pkl whose directory entry declares another size."""
     content = torch_zip(state_dict(x=b"X" + struct.pack("<I", nbytes) + b"a" * nbytes), method=zipfile.ZIP_DEFLATED)
     true = struct.pack("<I", len(state_dict(x=b"X" + struct.pack("<I", nbytes))) + nbytes)
     return content.replace(true, struct.pack("<I", declared))
 
 
 def _overlapping(count: int, method: int) -> bytes:
-    """Many members whose directory entries point to one local header."""
+    """Return many members whose directory entries point to one local header."""
     data = bytes(1 << 20)
     raw = data if method == zipfile.ZIP_STORED else zlib.compress(data, 9)[2:-4]
     crc = zlib.crc32(data)
@@ -536,7 +536,7 @@ SAFETENSORS: dict[str, Crafted] = {
 
 
 def noted(**notes: object) -> bytes:
-    """A good safetensors file with notes of ckptfix in its header, made by somebody else."""
+    """Return a valid safetensors file with ckptfix's notes in its header, written by another program."""
     texts = {f"ckptfix.{name}": note if isinstance(note, str) else json.dumps(note) for name, note in notes.items()}
     return safetensors({"__metadata__": texts, **GOOD}, STORAGE)
 
@@ -586,7 +586,7 @@ def crafted(cases: dict[str, Crafted]) -> pytest.MarkDecorator:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """An empty working folder: what a payload would leave behind shows in it."""
+    """Return an empty working folder, in which anything a payload creates shows."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,4 +1,5 @@
-"""Folders of ranks that lie about sizes, places and numbers: a typed error, in bounded time and memory, and no code."""
+"""Folders of ranks that lie about sizes, places and numbers: a typed error in bounded time and memory, and no code
+runs."""
 
 import os
 import resource
@@ -32,7 +33,7 @@ _Shard = tuple[list[int], list[int], torch.Tensor]
 
 
 class Pickled:
-    """Pickles as a ``ShardedTensor``, for which torch wants a group of processes."""
+    """Pickles as a ``ShardedTensor``, without the process group that torch needs for one."""
 
     def __init__(
         self, size: tuple[int, ...], shards: list[tuple[list[int], list[int], torch.Tensor]], world: int
@@ -44,7 +45,7 @@ class Pickled:
         held = []
         for (_, _, tensor), place in zip(self.shards, places, strict=True):
             shard = Shard(tensor, ShardMetadata([0] * tensor.ndim, list(tensor.shape), "rank:0/cpu"))
-            shard.metadata = place  # which torch would not let be a lie
+            shard.metadata = place  # torch would not allow a false value
             held.append(shard)
         state = ShardedTensor.ProcessGroupState(0, 0, self.world, self.world)
         metadata = ShardedTensorMetadata(places, torch.Size(self.size), TensorProperties())
@@ -54,7 +55,7 @@ class Pickled:
 
 
 def shards(*parts: tuple[list[int], list[int]], size: tuple[int, ...] = (8,), world: int = 2) -> Callable[[Path], None]:
-    """Two ranks that hold one tensor in parts of two elements each, whatever they say of their places."""
+    """Write two ranks with parts of two elements of one tensor, and any claimed places."""
 
     def write(folder: Path) -> None:
         for rank, (offsets, sizes) in enumerate(parts):
@@ -65,7 +66,7 @@ def shards(*parts: tuple[list[int], list[int]], size: tuple[int, ...] = (8,), wo
 
 
 def zero(change: Callable[[dict[str, Any]], None], names: dict[str, Any] | None = None) -> Callable[[Path], None]:
-    """ZeRO 2 on two ranks, with a change of what each rank says, and other names."""
+    """Write ZeRO 2 on two ranks, with changed contents of each rank and other names."""
 
     def write(folder: Path) -> None:
         write_zero(folder, TENSORS, world=2)
@@ -81,7 +82,7 @@ def zero(change: Callable[[dict[str, Any]], None], names: dict[str, Any] | None 
 
 
 class Shape:
-    """Stands for a tensor of any shape where only that is asked."""
+    """Stands in for a tensor if only its shape is needed."""
 
     def __init__(self, *shape: int) -> None:
         self.shape = shape
@@ -96,7 +97,7 @@ def zero3(names: dict[str, Any]) -> Callable[[Path], None]:
 
 
 def shared(depth: int) -> Any:
-    """A dict that holds itself many times over: 4^depth values in a few objects."""
+    """Return a dict that contains itself many times: 4^depth values in a few objects."""
     value: Any = {"x": 1}
     for _ in range(depth):
         value = dict.fromkeys("abcd", value)
@@ -234,7 +235,7 @@ def test_links_lead_nowhere_else(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_links_is_read(tmp_path: Path) -> None:
-    """As the cache of the Hugging Face hub keeps it: every file is a link into one other folder."""
+    """In the cache of the Hugging Face hub, every file is a link into another folder."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     write_zero(blobs, TENSORS, world=2)
     snapshot.mkdir()
@@ -267,7 +268,7 @@ def test_a_rank_that_is_no_file_is_missing(tmp_path: Path, kind: str) -> None:
 
 
 def test_more_files_than_a_process_may_open_at_first(tmp_path: Path) -> None:
-    """A rank is a file that stays open; a thousand links to one of them are ranks that are not there."""
+    """A rank is a file that stays open. A thousand links to one of them are not a thousand ranks."""
     for name, links in (("genuine", 0), ("links", 1000)):
         write_zero(tmp_path / name, TENSORS, world=40)
         for rank in range(40, 40 + links):
@@ -286,7 +287,7 @@ def test_more_files_than_a_process_may_open_at_first(tmp_path: Path) -> None:
 
 
 def test_more_files_than_a_process_may_ever_open(tmp_path: Path) -> None:
-    """Those beyond the limit are opened when they are read, also by the kernel that copies."""
+    """Files beyond the limit are opened when they are read, also by the kernel's copy."""
     tensors = {**TENSORS, "large": torch.arange(1 << 18)}
     write_zero(tmp_path / "ranks", tensors, world=40)
     command = [sys.executable, "-m", "ckptfix", "repair", str(tmp_path / "ranks"), "-o", str(tmp_path / "whole.pth")]

@@ -1,4 +1,4 @@
-"""Real files with random damage: what comes out is a checkpoint or a ``CkptfixError``, and nothing else."""
+"""Real files with random damage: the result is a checkpoint or a ``CkptfixError``, and nothing else."""
 
 import bz2
 import gzip
@@ -94,7 +94,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 def survive(path: Path, rng: random.Random) -> None:
-    """Open, read and now and then check the file; only errors of the package may come out."""
+    """Open, read and sometimes check the file; only errors of the package may be raised."""
     try:
         with bounded():
             salvage = rng.random() < 0.2
@@ -110,7 +110,7 @@ def survive(path: Path, rng: random.Random) -> None:
 
 
 def files(corpus: Path) -> list[Path]:
-    """One file of each case and container, small enough."""
+    """Return one small file of each case and container."""
     chosen: dict[tuple[str, str], Path] = {}
     for line in (corpus / "manifest.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -133,7 +133,7 @@ WRAPPED = ("gz", "bz2", "xz", "tar", "tar.gz", "zip")
 
 
 def wrapped(place: Path) -> list[Path]:
-    """A checkpoint in each kind of archive and compressed file."""
+    """Return a checkpoint in each kind of archive and compressed file."""
     inner = place / "inner.pth"
     torch.save(STATE_DICT, inner)
     data = inner.read_bytes()
@@ -155,7 +155,7 @@ def wrapped(place: Path) -> list[Path]:
 
 
 def folders(place: Path) -> list[Path]:
-    """A checkpoint in each form that is a folder."""
+    """Return a checkpoint in each folder format."""
     inner = place / "inner.pth"
     torch.save(STATE_DICT, inner)
     exploded, dcp = place / "exploded", place / "dcp"
@@ -176,17 +176,17 @@ def folders(place: Path) -> list[Path]:
         (folder / f"model.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         made.append(folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is one process
+        warnings.simplefilter("ignore")  # it warns that there is only one process
         save_distributed(STATE_DICT, checkpoint_id=dcp, no_dist=True)
     return [*made, dcp]
 
 
 def folder_campaign(folder: Path, rounds: int, seed: int) -> int:
-    """How many times a file of a folder was damaged, and put right again."""
+    """Return how many times a file of a folder was damaged and restored."""
     parts = sorted(path for path in folder.rglob("*") if path.is_file())
     for number in range(rounds):
         rng = random.Random(f"{folder.name} {seed} {number}")
-        # The small file that says what the others are is the one to attack.
+        # The most interesting file is the small one that describes the others.
         part = rng.choice([*parts, *(path for path in parts if path.name in SAYING)])
         content = part.read_bytes()
         part.write_bytes(mutated(content, rng))
@@ -211,7 +211,7 @@ def test_damage_in_a_folder_ends_in_a_checkpoint_or_a_typed_error(tmp_path):
 
 
 def campaign(chosen: list[Path], rounds: int, seed: int, place: Path) -> int:
-    """How many files were tried. A failure leaves its file behind and names the seed."""
+    """Return how many files were tried. A failure leaves its file behind and prints the seed."""
     tried = 0
     for path in chosen:
         content = path.read_bytes()

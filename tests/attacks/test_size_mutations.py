@@ -20,7 +20,7 @@ SEEDS = 4
 
 
 def trained(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Layers of weights with biases, norms and counters, smaller than those that anybody trains."""
+    """Return layers with weights, biases, norms and counters, smaller than real ones."""
     generator = torch.Generator().manual_seed(5)
     made: dict[str, torch.Tensor] = {"embed.weight": (torch.randn(40, 24, generator=generator) * 0.02).to(dtype)}
     for number in range(4):

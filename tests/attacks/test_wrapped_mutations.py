@@ -1,4 +1,4 @@
-"""Archives and compressed files with random damage: a checkpoint or a ``CkptfixError`` comes out."""
+"""Archives and compressed files with random damage: the result is a checkpoint or a ``CkptfixError``."""
 
 import io
 import pickle
@@ -40,7 +40,7 @@ def unpacked(data: bytes) -> dict[str, bytes]:
 
 
 def write_samples(folder: Path) -> list[Path]:
-    """A file of every wrapper around every kind of checkpoint."""
+    """Return a file of every kind of checkpoint in every wrapper."""
     files = {
         f"{number:02}-{kind}": wrap(data)
         for number, wrap in enumerate(WRAPPERS.values())

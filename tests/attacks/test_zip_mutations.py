@@ -103,7 +103,7 @@ KINDS: tuple[Callable[[Zip, random.Random], None], ...] = (
 
 
 def by_torch(data: bytes) -> dict[str, Any] | None:
-    """What torch reads, None where it fails, in whatever way."""
+    """Return what torch reads; None if it fails in any way."""
     try:
         found = torch.load(io.BytesIO(data))
     except Exception:  # noqa: BLE001 - damage ends there in errors of many kinds

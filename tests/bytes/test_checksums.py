@@ -1,4 +1,4 @@
-"""A damaged storage is never given out as sound, and never goes into a file that would make it look so."""
+"""A damaged storage never passes as intact, and never goes into a file in which it would seem intact."""
 
 import os
 import zipfile
@@ -26,7 +26,7 @@ STATE: dict[str, torch.Tensor] = {"weight": torch.arange(64.0), "view": torch.ar
 
 
 def flipped(folder: Path, number: int | None) -> Path:
-    """A file with one bit of a storage flipped; None leaves all as they were saved."""
+    """Return a file with one bit of a storage flipped; None changes nothing."""
     path = folder / "model.pth"
     torch.save(STATE, path)
     if number is not None:
@@ -85,7 +85,7 @@ def test_nothing_is_written_while_damage_remains(form, tmp_path):
 
 
 class CountedBytes:
-    """A source that counts what is read of it."""
+    """A source that counts the bytes that are read."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.nbytes, self.count = data, len(data), 0
@@ -96,7 +96,7 @@ class CountedBytes:
 
 
 def counted(tensor: torch.Tensor, crc32: int | None, parts: int) -> tuple[Checkpoint, CountedBytes]:
-    """A checkpoint whose tensors are equal parts of one storage."""
+    """Return a checkpoint whose tensors are equal parts of one storage."""
     source = CountedBytes(bytes_of(tensor))
     size = tensor.numel() // parts
     spec = TensorSpec("float32", (size,), (1,), Storage("0", source, crc32=crc32))
@@ -250,7 +250,7 @@ def test_a_storage_is_proved_by_what_passes_and_the_rest_is_read(name, is_sound_
     verifier = Verifier([Storage("all", MemoryBytes(b""), parts=(storage, other)), storage])
     for start, stop in passes:
         verifier.take(file, 6 + start, memoryview(BYTES)[start:stop])
-    verifier.take(file, 6 + len(BYTES), memoryview(b"after"))  # which belongs to neither
+    verifier.take(file, 6 + len(BYTES), memoryview(b"after"))  # it belongs to neither
     verifier.finish()
     assert (is_sound(storage), is_sound(other)) == (is_sound_there, True)
     assert sum(read) == unread + 3

@@ -1,4 +1,4 @@
-"""However the bytes get into the new file, they are the same."""
+"""The bytes in the new file are the same, whichever way they are copied."""
 
 import errno
 import io
@@ -35,7 +35,7 @@ PATTERN = bytes(range(256)) * (3 * WINDOW // 256) + b"rest"
 
 
 def fail(number: int, after: int = 0):
-    """A call of the kernel that copies a few bytes in its first turns and then refuses."""
+    """A system call that copies a few bytes in its first calls and then refuses."""
     real, turns = os.copy_file_range, [after]
 
     def refuse(source: int, goal: int, count: int, offset: int | None = None) -> int:
@@ -55,7 +55,7 @@ def place(tmp_path) -> FileBytes:
 
 
 def copied(source, start: int, stop: int, folder: Path) -> tuple[bytes, int]:
-    """What is in the new file between a header and an end, and how many bytes were counted."""
+    """Return what is in the new file between a header and an end, and how many bytes were counted."""
     path, task = folder / "copy", Task("writing", stop - start)
     with path.open("w+b") as file:
         file.write(b"header")
@@ -159,7 +159,7 @@ def test_what_differs_when_it_is_read_back_is_not_noted(wrong, is_made, way, pla
     with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
         copier.write(b"header")
         copier.copy(MemoryBytes(DATA) if is_made else place, 0, len(DATA))
-        copier.write(bytes(WINDOW))  # what follows lies in none of the windows of what is wrong
+        copier.write(bytes(WINDOW))  # what follows is outside the windows that contain damage
         copier.copy(place, 0, len(DATA) - 5)
     assert [(copied.nbytes, copied.start) for copied in copier.copied] == [(len(DATA) - 5, 6 + len(DATA) + WINDOW)]
 
@@ -197,7 +197,7 @@ def test_one_wrong_byte_leaves_all_of_its_window_to_be_compared_later(place, tmp
     monkeypatch.setattr("os.preadv", misread)
     with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
         copier.copy(place, 0, 90)
-        copier.copy(place, 1, WINDOW)  # it goes on in the next window
+        copier.copy(place, 1, WINDOW)  # it continues in the next window
         copier.copy(place, 7, 77)
     assert [(copied.nbytes, copied.start) for copied in copier.copied] == [(70, 90 + WINDOW - 1)]
 

@@ -1,4 +1,4 @@
-"""A file that is held open: its path may go away, its bytes may not change."""
+"""A file that stays open: its path may be removed, but its bytes may not change."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def reopened(tmp_path, monkeypatch):
-    """A file that a process opens which may hold open no other one."""
+    """A file opened by a process that cannot open another one."""
     monkeypatch.setattr("ckptfix.bytes.files._SPARE", 1 << 62)
     monkeypatch.setattr("resource.setrlimit", lambda *limits: None)
     (tmp_path / "f").write_bytes(b"0123456789")
@@ -45,7 +45,7 @@ def test_a_file_that_somebody_writes_to_is_refused(how, file, tmp_path):
     if how == "written over":
         with (tmp_path / "f").open("r+b") as other:
             other.write(b"x")
-        os.utime(tmp_path / "f", ns=(before + 1, before + 1))  # a clock of the system may be as coarse as 4 ms
+        os.utime(tmp_path / "f", ns=(before + 1, before + 1))  # the resolution of a system clock may be 4 ms
     else:
         os.truncate(tmp_path / "f", 20 if how == "grown" else 5)
         os.utime(tmp_path / "f", ns=(before, before))

@@ -110,7 +110,7 @@ def test_short_pickles_in_a_pickle_pay_for_what_they_ran(tmp_path):
 
 
 def test_the_bytes_of_a_dumped_tensor_may_be_handed_over_twice(tmp_path):
-    """As protocol 2 does: Latin-1 text to ``_codecs.encode``, the bytes to ``_load_from_bytes``."""
+    """As in protocol 2: Latin-1 text goes to ``_codecs.encode``, the bytes to ``_load_from_bytes``."""
     state_dict = {"weight": torch.full((1 << 20,), 2.0)}
     path = tmp_path / "dumped.pkl"
     path.write_bytes(pickle.dumps(state_dict, protocol=2))
@@ -135,7 +135,7 @@ def test_the_account_of_a_file_in_megabytes(size, limit):
 
 @pytest.mark.parametrize("form", ["zip", "legacy", "ours"])
 def test_a_file_of_any_number_of_small_tensors_is_read(form, tmp_path, monkeypatch):
-    """Each of them takes a share of the limit that is the same in a file of a thousand and in one of a million."""
+    """Each takes the same share of the limit in a file of a thousand and of a million tensors."""
     path = tmp_path / "small.pth"
     state_dict = {f"layer.{number}.weight": torch.zeros(1) for number in range(2000)}
     torch.save(state_dict, path, _use_new_zipfile_serialization=form != "legacy")
@@ -161,7 +161,7 @@ def test_what_a_file_was_packed_from_counts_as_far_as_it_is_no_bomb():
 
 
 def test_a_log_of_many_rows_passes(tmp_path):
-    """Rows of one number each, which take ten times their bytes, and are packed."""
+    """Rows of one number each, compressed, which take ten times their size in memory."""
     rows = b"](" + b"".join(b"}U\x04lossG" + struct.pack(">d", index / 7) + b"s" for index in range(100_000)) + b"e"
     for suffix, pack in (("pth", bytes), ("pth.gz", gzip.compress)):
         path = tmp_path / f"log.{suffix}"

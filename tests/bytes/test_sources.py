@@ -1,4 +1,4 @@
-"""Streams of ranges of files share their buffers, and none sees the bytes of another."""
+"""Streams of file ranges share their buffers, and none sees the bytes of another."""
 
 import io
 import zipfile

@@ -70,7 +70,7 @@ def test_what_a_thread_would_do_is_done_at_once_where_none_is_wanted():
     with without_threads(), background() as pool:
         assert pool.submit(who, False).result() == get_ident()
         assert list(side_by_side(lambda _: get_ident(), [1, 2])) == [get_ident()] * 2
-        failed = pool.submit(who, True)  # as of a thread, the error comes with the result
+        failed = pool.submit(who, True)  # as with a thread, the error is raised with the result
         with pytest.raises(OSError, match="full"):
             failed.result()
     with background() as pool:

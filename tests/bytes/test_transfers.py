@@ -1,4 +1,4 @@
-"""What may pass is tried again, and nothing else."""
+"""Temporary errors are retried, and no others."""
 
 import asyncio
 import errno
@@ -19,7 +19,7 @@ from ckptfix.bytes.transfers import (
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that would have been made."""
+    """Return the pauses that would have been made."""
     made: list[float] = []
     monkeypatch.setattr(transfers, "BATCH_PATIENCE", Patience(attempts=4, first=1.0, longest=3.0))
     monkeypatch.setattr("time.sleep", made.append)
@@ -27,7 +27,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class Flaky:
-    """An action that fails as it was told, and then gives ``done``."""
+    """An action that fails as planned, and then returns ``done``."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)

@@ -1,4 +1,4 @@
-"""Small trainings with Lightning and with transformers, in which weights go bad at a known step."""
+"""Small training runs with Lightning and transformers in which weights go bad at a known step."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-# Not imported here: two processes of a training take what they need of this file, and none of lightning.
+# Imported later: two processes of a training run import this file, but not lightning.
 if not (find_spec("lightning") and find_spec("transformers")):
     pytest.skip("pip install lightning transformers", allow_module_level=True)
 
@@ -31,7 +31,7 @@ class Pairs(Dataset):
 
 
 class Net(nn.Module):
-    """Spoils itself: ``nan`` at a step, as a division by zero does, or ``decay`` of a layer that gets no gradient."""
+    """Breaks at a known step: ``nan``, as after a division by zero, or ``decay`` of a layer without gradients."""
 
     def __init__(self, spoil: str = "", at: int = 15) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(nn.Module):
         return {"loss": ((self.layers(features)[:, 0] - labels) ** 2).mean() + unused}
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """One that takes 60 % of the dead layer away in each step if it is to decay."""
+        """Return an optimizer that removes 60 % of the dead layer in each step if the layer should decay."""
         decay = 1.0 if self.spoil == "decay" else 0.0
         dead: dict[str, Any] = {"params": list(self.dead.parameters()), "lr": 0.6, "weight_decay": decay}
         return torch.optim.SGD([{"params": list(self.layers.parameters())}, dead], lr=1e-3)
@@ -168,7 +168,7 @@ def test_a_training_stops_when_it_was_asked_to(train, tmp_path):
 
 @pytest.mark.slow
 def test_lightning_checks_once_after_a_fit_that_raised():
-    """Lightning then calls ``setup`` again, without a ``teardown`` before it."""
+    """Lightning then calls ``setup`` again without calling ``teardown`` first."""
 
     class Trainer:
         is_global_zero = True
@@ -245,7 +245,7 @@ def test_two_callbacks_of_one_trainer_each_check_what_is_saved():
 
 @pytest.mark.slow
 def test_two_processes_stop_together(tmp_path):
-    """Only the first process checks; the other one would wait for it forever if it did not stop as well."""
+    """Only the first process checks. The other would wait for it forever if it did not stop too."""
     done = subprocess.run(
         [sys.executable, "-c", TOGETHER, tmp_path],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},

@@ -12,7 +12,7 @@ from ckptfix.callbacks.watch import Watch
 
 @pytest.fixture
 def weights(tmp_path):
-    """A sound checkpoint and one with a NaN."""
+    """Return an intact checkpoint and one with a NaN."""
     sound = {f"layers.{n}.weight": torch.randn(64, 64) for n in range(4)}
     torch.save({"state_dict": sound}, tmp_path / "sound.ckpt")
     torch.save({"state_dict": {**sound, "layers.2.weight": torch.full((64, 64), torch.nan)}}, tmp_path / "nan.ckpt")
@@ -43,7 +43,7 @@ def test_settings_are_those_of_a_check(weights, caplog):
 
 @pytest.fixture
 def beside(monkeypatch):
-    """Do something to a checkpoint while it is checked."""
+    """Do something to a checkpoint while it is being checked."""
     communicate = subprocess.Popen.communicate
 
     def checked_beside(change, path):
@@ -69,7 +69,7 @@ def test_a_file_that_is_removed_or_replaced_meanwhile_says_nothing(weights, capl
 
 
 def test_a_folder_may_grow_meanwhile_and_says_nothing_when_its_files_are_replaced(weights, caplog, beside):
-    """As the folder of a training with several processes does: each rank saves its random state."""
+    """As in a training run with several processes: each rank saves its random state."""
     folder = weights / "checkpoint-20"
     folder.mkdir()
     defect = (weights / "nan.ckpt").rename(folder / "pytorch_model.bin")

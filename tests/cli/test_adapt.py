@@ -1,4 +1,4 @@
-"""``--adapt`` as a user gives it: the printed command, the repair, the plan, a zoo."""
+"""``--adapt`` as users give it: the printed command, the repair, the plan, a zoo."""
 
 import json
 import shlex
@@ -148,7 +148,7 @@ def test_a_recipe_for_something_else_is_refused(model, options, said, folder):
 
 
 def test_a_recipe_for_other_files_of_a_group_stops_nothing(folder):
-    """The head is dropped by request, and the grid of this file is that of the model."""
+    """The head is dropped as requested, and the grid of this file is the model's."""
     words = ("--model-args", '{"side": 6, "classes": 4}', "--drop-mismatched", "--fill", "target", "--allow-untrained")
     done = run_here("repair", "old.pth", *UNTESTED, *words, "--adapt", "pos_embed=timm", cwd=folder)
     assert (folder / "old.fixed.pth").exists(), done.stdout + done.stderr

@@ -105,7 +105,7 @@ def test_what_a_trainer_saves_beside_weights_is_named_only_if_it_runs_code(folde
     torch.save({"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}, "seed": 1}, folder / "run" / name)
     done = run_here("check", "run", cwd=folder)
     assert (done.returncode, name in done.stdout, done.stderr) == (0, False, "")
-    if weights != "pytorch_model.bin":  # beside which it is read, and left out if it cannot be
+    if weights != "pytorch_model.bin":  # it is read next to this file, and left out if it cannot be read
         whole = (folder / "run" / name).read_bytes()
         (folder / "run" / name).write_bytes(whole[: len(whole) // 2])
         done = run_here("check", "run", cwd=folder)
@@ -183,7 +183,7 @@ def test_the_advice_is_a_command_that_works(folder):
 
 @pytest.mark.parametrize("more", [["--salvage"], ["--model", "zoo:rotary"]])
 def test_damage_is_a_finding_and_no_warning_of_python(folder, more):
-    """A buffer that the model has too is looked at, and its storage fails its checksum."""
+    """A buffer that the model also has is examined, and its storage fails its checksum."""
     inv_freq = torch.arange(1.0, 9.0)
     torch.save({"weight": torch.zeros(2, 3), "bias": torch.zeros(2), "inv_freq": inv_freq}, folder / "rot.pth")
     data = bytearray((folder / "rot.pth").read_bytes())

@@ -195,7 +195,7 @@ def test_progress_goes_away_before_anything_else(monkeypatch):
 
 
 def watch(seconds, every=LIVE):
-    """What is shown of a gigabyte that takes so many seconds, a hundredth after another."""
+    """Return what is shown for a gigabyte that takes this many seconds, in steps of one percent."""
     now, shown = 0.0, list[str]()
     task = Task("writing a.pth", 10**9)
     with watched_by(Meter(shown.append, every, lambda: now)):

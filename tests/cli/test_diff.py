@@ -1,4 +1,4 @@
-"""``ckptfix diff`` as it is called."""
+"""``ckptfix diff`` on the command line."""
 
 import json
 from pathlib import Path

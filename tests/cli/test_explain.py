@@ -80,7 +80,7 @@ OF_RANKS = {
 
 @pytest.mark.parametrize("kind", OF_RANKS)
 def test_a_folder_of_a_training_run_is_merged_first(tmp_path, kind):
-    """Whatever the message says of a rank's part or of the folder; no rule on one rank's shapes is any help."""
+    """Whatever the message says about one rank's part, no rule on one rank's shapes helps."""
     unpacked(kind, tmp_path)
     text = OF_RANKS[kind] or "the kettle is empty"
     done = run_here("explain", text, "--file", "saved", "--output-format", "json", cwd=tmp_path)

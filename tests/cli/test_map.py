@@ -1,4 +1,4 @@
-"""``ckptfix map`` as it is called."""
+"""``ckptfix map`` on the command line."""
 
 import json
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_the_shipped_maps_are_as_the_schema_says():
 
 
 def test_a_shipped_map_outranks_what_is_inferred(zoo: Path):
-    """nanoGPT to GPT-2: that a square matrix is transposed shows in no shape."""
+    """nanoGPT to GPT-2: no shape shows that a square matrix is transposed."""
     torch.save({f"transformer.h.0.{key}.weight": torch.ones(shape) for key, shape in GPT.items()}, "nano.pth")
     save_file(
         {f"transformer.h.0.{key}.weight": torch.ones(shape[::-1]) for key, shape in GPT.items()}, "gpt.safetensors"
@@ -140,7 +140,7 @@ def test_keys_without_a_source_have_exit_code_1(zoo: Path):
 
 
 def test_without_a_rule_there_is_nothing_to_apply(zoo: Path):
-    """Both have the same layers, whatever wraps them, or what is in one only is like nothing in the other."""
+    """Both have the same layers in different wrappers, or the extra layers of one are like none of the other's."""
     done = run_here("map", "ours.pth", "nets:ours", cwd=zoo)
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == "ckptfix: no map is needed: both have the same layers\n"

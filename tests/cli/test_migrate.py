@@ -108,7 +108,7 @@ def test_a_printed_command_can_be_pasted_whatever_the_names_are(tmp_path, monkey
     printed = [line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate")]
     assert len(printed) == 2
     for line, outcome in zip(printed, ("repaired", "accepted"), strict=True):
-        # The shell says which words it would have called the program with.
+        # The shell prints the words that it would pass to the program.
         pasted = f"ckptfix() {{ printf '%s\\0' \"$@\"; }}\n{line}"
         words = subprocess.run(["bash", "-c", pasted], check=True, capture_output=True, encoding="utf-8").stdout
         assert words.startswith("migrate\0")

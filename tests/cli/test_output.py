@@ -16,7 +16,7 @@ def refuse():
 
 
 def written(form, capsys, **settings):
-    """What a writer makes of a clean file, a torn one and one with a defect, and its exit code."""
+    """Return the output for a clean file, a truncated one and one with a defect, and the exit code."""
     writer = ReportWriter(Console(**settings), {"output_format": form})
     writer.write_report("good.pth", Presentation(), lambda: report(source="good.pth"))
     writer.write_report("torn.pth", Presentation(), refuse)

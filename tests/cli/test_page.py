@@ -41,7 +41,7 @@ def test_several_files_and_one_that_is_torn(folder):
     ]
     assert "torn.pth" in page.details(1)["error"]
     assert page.details(2)["command"] == "ckptfix repair wrapped.pth"
-    # The figures stand under the names that the keys will have.
+    # The figures are under the new names of the keys.
     assert page.data["layout-0"]["key"] == ["weight", "bias"]
     assert page.data["weights-2"]["layout"] == 0
 

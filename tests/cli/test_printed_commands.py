@@ -28,12 +28,12 @@ MODELS = {
 
 
 def printed(text: str) -> list[list[str]]:
-    """The commands of a report, word by word."""
+    """Return the commands of a report as lists of words."""
     return [shlex.split(command) for command in re.findall(r"^ *(?:run|or): (ckptfix .*)$", text, re.MULTILINE)]
 
 
 def run_all(capsys: pytest.CaptureFixture[str], *words: str) -> set[int]:
-    """Run a command, and then what it prints, and what that prints, until nothing new is printed."""
+    """Run a command, then the commands that it prints, and so on until none is new."""
     codes: set[int] = set()
     todo, done = [["ckptfix", *words]], set()
     while todo:
@@ -111,7 +111,7 @@ def test_what_a_repair_leaves_is_repaired_over_what_it_has_written(tmp_path, mon
     state["1.running_var"][2] = float("nan")
     torch.save({f"module.{key}": value for key, value in state.items()}, "bn.pth")
     before = Path("bn.pth").read_bytes()
-    assert exit_code(["repair", "bn.pth", *options]) == 1  # renamed, and NaN is left
+    assert exit_code(["repair", "bn.pth", *options]) == 1  # renamed; the NaN remains
     (command,) = printed(capsys.readouterr().out)
     assert exit_code(command[1:]) == 0
     assert "--backup" not in options or Path("bn.pth.bak").read_bytes() == before

@@ -192,14 +192,14 @@ def test_what_needs_torch_says_so(words, folder):
 
 
 def checking(body: str) -> list[str]:
-    """The words of a program whose check of ``a.pth`` does this and then waits; it does not wait for torch first."""
+    """Return the command of a program that does this when it checks ``a.pth``, and then waits."""
     program = "import os, sys, time, ckptfix\nfrom ckptfix.cli import main\n\n"
     program += f"def check(path, **arguments):\n    {body}\n    time.sleep(60)\n\nckptfix.check = check\nmain()\n"
     return [sys.executable, "-c", program, "check", "a.pth"]
 
 
 def assert_a_signal_ends_it(words, number, name, folder):
-    """The program says that it is ready, and gets the signal."""
+    """Send the signal to the program once it is ready."""
     program = subprocess.Popen(words, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert program.stdout is not None
     assert program.stderr is not None
@@ -309,7 +309,7 @@ def test_a_shell_completes_codes_and_values(line, suggested, tmp_path):
     asked = {"_CKPTFIX_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(line.count(" "))}
     lines = run(cwd=tmp_path, **asked).stdout.splitlines()
     assert f"plain,{suggested}" in lines
-    assert not any(each.startswith("file,") for each in lines[1:])  # with it, bash drops what it was given before
+    assert not any(each.startswith("file,") for each in lines[1:])  # with it, bash discards what it got before
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,11 @@ FORMS = ("full", "concise", "github", "json", "junit", "sarif")
     [
         *(("a strict load fails", form) for form in FORMS),
         *(("most is untrained", form) for form in FORMS),
-        *(("the forward test fails", form) for form in ("full", "json")),  # each takes a process with torch
+        *(("the forward test fails", form) for form in ("full", "json")),  # each starts a process with torch
     ],
 )
 def test_what_was_not_written_is_not_called_fixed(reason, form, folder):
-    """A repair that may not write has fixed nothing, whatever it would have done."""
+    """A repair that must not write has fixed nothing, whatever it would have done."""
     torch.save({"module.weight": torch.zeros(2, 3)}, folder / "part.pth")
     (folder / "zoo.py").write_text((folder / "zoo.py").read_text() + FAILING)
     words = {

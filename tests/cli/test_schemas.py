@@ -1,4 +1,4 @@
-"""What programs read is as its JSON Schema under ``docs/schemas`` says."""
+"""The JSON output matches the JSON Schemas under ``docs/schemas``."""
 
 import argparse
 import hashlib

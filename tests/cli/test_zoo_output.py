@@ -1,4 +1,4 @@
-"""What a migration shows while it runs."""
+"""The progress of a migration."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Two files and all that is different between them."""
+"""Two files, and all differences between them."""
 
 import copy
 import tracemalloc
@@ -125,7 +125,7 @@ HOLDS_ITSELF.append(HOLDS_ITSELF)
 
 
 def shared(value: object, times: int = 40) -> object:
-    """A list of 2^40 places in a few lists."""
+    """Return a list of 2^40 places, made of a few lists."""
     for _ in range(times):
         value = [value, value]
     return value
@@ -158,7 +158,7 @@ def test_what_is_beside_the_weights(a: object, b: object, told: dict[str, Any], 
 
 
 def test_a_long_list_of_differences_is_cut(tmp_path: Path):
-    """A screen has the tensors that are farthest apart."""
+    """One screen shows the tensors that differ most."""
     a, b = ({f"w{n}": torch.tensor([1.0, n * step]) for n in range(60)} for step in (1.0, 1.5))
     rest = {f"v{n}.x": torch.ones(n + 1) for n in range(60)}
     difference = ckptfix.diff(saved(tmp_path, "a.pth", a | rest), saved(tmp_path, "b.pth", b))
@@ -324,7 +324,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path):
     a = saved(tmp_path, "a.pth", {"w": torch.ones(numel)})
     b = saved(tmp_path, "b.pth", {"x": torch.ones(numel)})
     c = saved(tmp_path, "c.pth", {"w": torch.zeros(numel)})
-    ckptfix.diff(a, a)  # what is imported on the way is not counted
+    ckptfix.diff(a, a)  # imports are not counted
     for pair in ((a, b), (a, c)):
         tracemalloc.start()
         ckptfix.diff(*pair)

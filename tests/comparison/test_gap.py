@@ -1,4 +1,4 @@
-"""How far two tensors are apart: against torch's and numpy's own arithmetic."""
+"""The distance between two tensors, compared with torch's and numpy's own arithmetic."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Buffers that are known by name."""
+"""Buffers that are recognised by name."""
 
 import pytest
 

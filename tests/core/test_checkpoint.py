@@ -67,7 +67,7 @@ def test_two_views_are_equal_only_with_equal_values():
 
 
 def test_a_spec_can_be_a_key():
-    """Optimizers and averages keep tensors as keys of dicts."""
+    """Optimizers and averages use tensors as keys of dicts."""
     parts: Mapping[str, TensorSpec] = {"indices": TensorSpec("int64", (1,)), "values": TensorSpec("float32", (1,))}
     spec = TensorSpec("float32", (3,), layout="sparse_coo", parts=parts)
     assert {spec: 1}[spec] == 1

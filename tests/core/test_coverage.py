@@ -1,4 +1,4 @@
-"""How much of the target came from the file, and what a strict load would stumble over."""
+"""How much of the target came from the file, and what a strict load would reject."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Each kind of fact has a name of its own, and words that its data fills in."""
+"""Each kind of fact has its own name, and text that its data fills in."""
 
 import doctest
 

@@ -1,4 +1,4 @@
-"""What is worked out of a tensor's dtype, shape, strides and offset, the first time and again."""
+"""What is computed from a tensor's dtype, shape, strides and offset, the first time and again."""
 
 import copy
 import pickle

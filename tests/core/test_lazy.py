@@ -1,4 +1,4 @@
-"""What is imported at its first use."""
+"""Packages that are imported on first use."""
 
 import sys
 

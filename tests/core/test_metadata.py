@@ -6,7 +6,7 @@ from ckptfix.core.metadata import rename_metadata, rename_rows
 
 
 def rows(*paths: str) -> dict[str, dict[str, int]]:
-    """A row for each path, told apart by its version; a path may be written ``path=version``."""
+    """Return a row for each path, identified by its version; a path may be written ``path=version``."""
     return {path.partition("=")[0]: {"version": int(path.partition("=")[2] or 1)} for path in paths}
 
 

@@ -55,7 +55,7 @@ def test_what_json_cannot_hold_is_named_and_the_rest_stays(tmp_path):
 
 
 def test_what_follows_a_lost_item_of_a_list_keeps_its_place(tmp_path):
-    """ParSNIP's files are a list of settings, with arrays in them, and a state_dict."""
+    """ParSNIP's files are a list of settings, which contain arrays, and a state_dict."""
     value = [{"bands": torch.ones(2)}, OrderedDict(w=torch.ones(1), v=torch.ones(1)), 5]
     again = opened(write(opened(saved(value, tmp_path)), "safetensors", tmp_path))
     assert (again.container, list(again.specs)) == ((1,), ["w", "v"])

@@ -35,7 +35,7 @@ FORMS = {
 
 
 def test_the_settings_of_the_library_are_those_of_the_table():
-    """A setting is declared twice, in the table and for editors: they have the same names, and each form its kind."""
+    """A setting is declared twice, in the table and for editors, with the same name and type."""
     kinds = {option.name: option.kind for option in OPTIONS if option.is_setting}
     assert CheckSettings.__annotations__.keys() == settings_of(CHECK)
     assert RepairSettings.__annotations__.keys() == settings_of(REPAIR) == kinds.keys()
@@ -46,7 +46,7 @@ def test_the_settings_of_the_library_are_those_of_the_table():
 
 
 def test_messages_name_options_of_the_table():
-    """The library writes an option by its name: ``drop-mismatched`` would be no argument of any function."""
+    """The library writes an option as an argument: ``drop-mismatched`` is not a valid name."""
     named = {
         call.args[0].value: file.name
         for file in (Path(__file__).parents[2] / "ckptfix").rglob("*.py")

@@ -1,4 +1,4 @@
-"""Parts of tensors: each element is used exactly once, and every part can be taken back."""
+"""Parts of tensors: each element is used exactly once, and every part can be reversed."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ ROWS = ((0, 2), (0, 3))
 
 
 def put_together(parts: dict[str, tuple[Part, ...]], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Carry out the parts with torch, as the docstring of the module says."""
+    """Apply the parts with torch, as the docstring of the module says."""
     made = {}
     for key, pieces in parts.items():
         made[key] = torch.full(shape_of(pieces), -1)
@@ -26,7 +26,7 @@ def put_together(parts: dict[str, tuple[Part, ...]], tensors: dict[str, torch.Te
 
 @st.composite
 def maps(draw: st.DrawFn) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[Part, ...]]]:
-    """Tensors cut into boxes along both axes; each box, perhaps turned or seen otherwise, is a tensor of its own."""
+    """Tensors divided into boxes along both axes; each box, possibly permuted or viewed, is a separate tensor."""
     sources: dict[str, tuple[int, int]] = {}
     parts: dict[str, tuple[Part, ...]] = {}
     for name in draw(st.lists(st.sampled_from("abc"), min_size=1, unique=True)):

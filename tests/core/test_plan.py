@@ -335,14 +335,14 @@ def wrapped(model: nn.Module, wrapping: Wrapping) -> nn.Module:
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    """The wrapped model; torch makes a plain function of one that is wrapped already."""
+    """Return the wrapped model; torch turns a model that is wrapped already into a plain function."""
     made = torch.compile(model, backend="eager")
     return made if isinstance(made, nn.Module) else model
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
-    """A model, the same model wrapped, and what the wrapped one saves."""
+    """Return a model, the same model wrapped, and what the wrapped one saves."""
     import copy
 
     model = draw(TREES.filter(lambda tree: bool(tree.state_dict())))
@@ -395,7 +395,7 @@ def test_a_plan_survives_json_and_does_the_same(case):
 def test_the_inverse_undoes_renames(case):
     model, _, saved = case
     plan = ckptfix.repair(saved, model, values=False).plan
-    assume(not any(isinstance(edit, Drop) for edit in plan.edits))  # a counter of averages is gone for good
+    assume(not any(isinstance(edit, Drop) for edit in plan.edits))  # the counter of averages is lost
     done = apply_plan(plan, open_state_dict(saved))
     assert_same(apply_plan(plan.inverse(), done).state_dict(), saved)
 

@@ -1,4 +1,4 @@
-"""Progress bars of the library: what they are told, and that nothing is shown without them."""
+"""Progress bars of the library: the calls that they get, and that nothing is shown without them."""
 
 import io
 import sys
@@ -12,7 +12,7 @@ from ckptfix.core.progress import Task
 
 
 class Recorder:
-    """Makes bars, and writes down what they are told."""
+    """Makes progress bars that record their calls."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

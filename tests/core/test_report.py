@@ -13,7 +13,7 @@ from tests.report.samples import COUNTER, MISSING, NOTE, PREFIX, repaired, repor
 
 
 def strict(data):
-    """The data after a trip through a parser that takes the standard at its word."""
+    """Return the data after a round trip through a parser that follows the standard strictly."""
 
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
@@ -75,7 +75,7 @@ def test_what_is_not_fixed_says_so():
 
 
 def test_what_the_user_accepts_says_so():
-    """The page and the JSON of ``--accept`` asked for a remedy; only a migration's manifest had it."""
+    """The page and the JSON of ``--accept`` asked for a remedy that only a migration's manifest had."""
     data = strict(report(MISSING, PREFIX, NOTE, fixed=(PREFIX,), accepted=("FIT", "KEY", "FIL")).to_json())
     assert [finding["accepted"] for finding in data["findings"]] == [True, False, False]
 

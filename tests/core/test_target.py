@@ -1,4 +1,4 @@
-"""What a module or a file wants, compared with what torch's strict load accepts."""
+"""What a module or a file expects, compared with what torch's strict load accepts."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ class Tied(nn.Module):
 
 
 class Empties(nn.Module):
-    """Two tensors without elements: their data pointers are the same, and they are no tie."""
+    """Two tensors without elements have the same data pointer and are not tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Empties(nn.Module):
 
 
 class Halves(nn.Module):
-    """Two views of one buffer that do not cover the same elements."""
+    """Two views of one buffer that cover different elements."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the model's own hooks load is not a defect."""
+"""Keys that the model's own hooks handle are not defects."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class Renaming(nn.Module):
 
 
 class Observer(nn.Module):
-    """Keeps what was observed in buffers that take the size of the file's, as observers of torch.ao do."""
+    """Keeps observations in buffers that take the size of the file's, like torch.ao's observers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_the_model_itself_is_not_touched():
 
 
 class Lenient(nn.Module):
-    """Takes what it knows and drops the rest, whatever ``strict`` says."""
+    """Loads the keys that it knows and drops the rest, whatever ``strict`` says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_weights_that_are_not_finite_were_loaded_too():
 
 
 class Splitting(nn.Module):
-    """Loads one fused weight into two, and drops what it does not know."""
+    """Splits one fused weight into two, and drops unknown keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_spectral_norm_of_torch_0_4_is_left_to_its_hook(on_meta):
     trained = build()
     file = {key: value for key, value in trained.state_dict().items() if not key.endswith("weight_v")}
     file |= {f"{name}.weight": layer.state_dict()["weight_orig"].clone() for name, layer in trained.named_children()}
-    # The hook takes a state_dict of its own time for one: its _metadata had no row for spectral_norm.
+    # The hook mistakes the state_dict for one of its own release: _metadata had no row for spectral_norm.
     build().load_state_dict(dict(file), strict=True)
     with torch.device("meta" if on_meta else "cpu"):
         model = build()

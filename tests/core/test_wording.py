@@ -1,4 +1,4 @@
-"""Names and commands in messages: short lists, and words that a shell reads as they were meant."""
+"""Names and commands in messages: short lists, and words that a shell reads back unchanged."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Tensors that are put together from parts of others."""
+"""Tensors that are assembled from parts of others."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_it_is_written_and_taken_back(tmp_path, suffix):
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64, torch.complex128])
 def test_large_tensors_are_put_together_panel_by_panel(tmp_path, monkeypatch, suffix, dtype):
-    """With panels and slabs of a few rows, so that a small tensor has many."""
+    """Use panels and slabs of a few rows, so that a small tensor has many."""
     if (suffix, dtype) == (".safetensors", torch.complex128):
         dtype = torch.complex64
     monkeypatch.setattr(boxes, "PANEL", 300)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong while the result is written, the source stays as it is and no half file is left behind."""
+"""Whatever goes wrong during the write, the source is unchanged and no partial file is left."""
 
 import errno
 import hashlib
@@ -35,7 +35,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A file with a wrapper prefix, which every repair takes off."""
+    """Return a file with a wrapper prefix, which every repair removes."""
     folder = tmp_path / "here"
     folder.mkdir()
     path = folder / "model.pth"
@@ -140,7 +140,7 @@ def test_a_folder_that_is_not_there_is_named(source):
 
 
 def test_a_folder_that_refuses_is_named(source, monkeypatch):
-    # Root may write anywhere, so the refusal is made here.
+    # Root may write anywhere, so the test simulates the refusal.
     real = os.open
 
     def refuse(path, flags: int, *mode: int) -> int:
@@ -204,7 +204,7 @@ def test_a_disk_that_does_not_confirm_the_name_is_said_as_it_is(tmp_path, monkey
 @pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
 @pytest.mark.parametrize("step", ["write", "fsync"])
 def test_a_disk_that_is_full_only_later_ends_in_one_line_and_leaves_nothing(step, name, source, tmp_path, monkeypatch):
-    """What the kernel copies has no block of its own yet: the room may be gone when the file is flushed."""
+    """Data copied by the kernel has no blocks yet: the disk may be full when the file is flushed."""
 
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -310,7 +310,7 @@ def test_a_file_that_came_meanwhile_is_not_replaced_by_the_old_one(change, backu
 
 
 def test_an_output_that_came_meanwhile_is_not_replaced(source, monkeypatch):
-    """Of another run, whose user knows nothing of this one."""
+    """The file is from another run, whose user does not know about this one."""
     real, output = verification.verify, source.with_name("out.pth")
 
     def meanwhile(*given) -> None:
@@ -451,7 +451,7 @@ def test_a_process_killed_at_any_moment_leaves_the_old_state_or_the_whole_new_fi
         f"print('go', flush=True); ckptfix.repair({str(source)!r}, output={str(goal)!r}, values=False)"
     )
     rng, absent, whole = random.Random(7), 0, 0
-    # One is killed when all but the last step is done, one is left alone, and the others are killed wherever they are.
+    # One is killed before its last step, one runs to the end, and the others are killed at any point.
     for moment, delay in [("before", None), ("never", None), *(("any", rng.uniform(0.0, 0.5)) for _ in range(6))]:
         goal.unlink(missing_ok=True)
         child = subprocess.Popen([sys.executable, "-c", script, moment], cwd=ROOT, stdout=subprocess.PIPE)
@@ -478,7 +478,7 @@ def test_a_process_killed_at_any_moment_leaves_the_old_state_or_the_whole_new_fi
 
 @pytest.mark.parametrize("role", ["like", "fill", "adapt", "adapter"])
 def test_a_file_that_is_only_read_is_never_the_output(tmp_path, role):
-    """Not even with ``force``: whatever option names it."""
+    """Not even with ``force``, whichever option names it."""
     for name in ("model.pth", "other.pth"):
         torch.save({"module.weight": torch.ones(2)}, tmp_path / name)
     before = (tmp_path / "other.pth").read_bytes()

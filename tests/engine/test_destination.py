@@ -1,4 +1,4 @@
-"""What is written is decided in one place: whether it would be another file than the source."""
+"""Whether the result differs from the source is decided in one place."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The rules in order: each sees the checkpoint after the fixes of those before it."""
+"""The rules in order: each sees the checkpoint after the fixes of earlier rules."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ CHECKPOINT = open_state_dict({"module._orig_mod.weight": torch.ones(2, 2)})
 
 
 def listed(code, name, propose):
-    """A rule in the list that no module has."""
+    """Return a listed rule without a module."""
     made = Rule(code, name)
     made.__dict__["_module"] = SimpleNamespace(**{name: lambda rule, context: propose(context)})
     return made
@@ -96,7 +96,7 @@ def test_a_rule_that_is_never_satisfied_is_a_bug_of_ours(monkeypatch):
 
 
 def test_a_rule_after_the_last_one_may_not_undo_it(monkeypatch):
-    """Stability is asked of all rules together: one that brings back what another takes away shows too."""
+    """All rules together have to be stable: a rule that restores what another one removes is found."""
 
     def take(context: Context) -> Iterator[Finding]:
         for key in context.checkpoint.entries:

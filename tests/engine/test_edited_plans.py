@@ -1,4 +1,4 @@
-"""Plans that were edited by hand: each field of each kind of edit with a value that nobody meant."""
+"""Plans edited by hand: each field of each kind of edit with an unexpected value."""
 
 import argparse
 import json
@@ -44,7 +44,7 @@ from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan
 from ckptfix.errors import MissingFileError, PlanError, WriteError
 
-LEAP = 1 << 20  # kilobytes: what a plan may take of memory beside the first repair
+LEAP = 1 << 20  # kilobytes that a plan may take in addition to the first repair
 
 WEIGHTS = {
     "a": torch.arange(8.0).reshape(4, 2),
@@ -140,7 +140,7 @@ def places_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 @st.composite
 def edited(draw: st.DrawFn) -> dict[str, Any]:
-    """A genuine plan in JSON, of which one field has another value or is gone, or a list has an item twice."""
+    """Return a genuine plan in JSON with one field changed or removed, or one list item repeated."""
     edits = draw(st.sampled_from(GENUINE))
     data = json.loads(json.dumps([edit.to_json() for edit in edits]))
     *path, name = draw(st.sampled_from([place for place in places_in(data) if len(place) > 1]))

@@ -1,4 +1,4 @@
-"""The optimizer and the scheduler that a trainer saves in files of their own follow the model that they lie beside."""
+"""The optimizer and scheduler that a trainer saves in separate files follow the model next to them."""
 
 import copy
 from collections import OrderedDict
@@ -68,7 +68,7 @@ def test_a_healthy_folder_has_no_finding(tmp_path):
 
 @pytest.mark.parametrize("save", ["pytorch_model.bin", "model.safetensors"])
 def test_a_run_of_a_trainer_goes_on(tmp_path, save):
-    """A layer is dropped, which needs the order of the file; or there is a new one, which the model knows."""
+    """Either a layer is dropped, which needs the order of the file, or the model has a new one."""
     is_ordered = save == "pytorch_model.bin"
     names = "zx" if is_ordered else "zwyx"
     model = Net("zyx")
@@ -109,7 +109,7 @@ def test_what_was_dropped_of_sorted_keys_had_a_place_that_nothing_tells(tmp_path
 
 
 def test_a_module_of_many_others_is_not_tried_in_all_their_orders(tmp_path):
-    """12 layers that were somewhere in the model have 479 million orders."""
+    """12 layers at unknown places in the model have 479 million orders."""
     model = Net("zyx")
     model.add_module("gone", nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in "abcdefghijkl")))
     folder_of_a_trainer(tmp_path / "run", model)
@@ -118,7 +118,7 @@ def test_a_module_of_many_others_is_not_tried_in_all_their_orders(tmp_path):
 
 
 class Tower(nn.Module):
-    """Blocks, and what many models have around them: a table, a pooler, a token and a head."""
+    """Blocks with what many models have around them: a table, a pooler, a token and a head."""
 
     def __init__(self, *without: str) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_shapes_tell_where_something_gone_was_among_sorted_keys(tmp_path, gone, 
 
 
 def test_without_the_model_the_order_is_not_known(tmp_path):
-    """safetensors keeps no order: the file's own names tell nothing."""
+    """safetensors keeps no order, so the file's own names do not help."""
     folder_of_a_trainer(tmp_path / "run", Net("zyx"))
     save_file(Net("zx").state_dict(), tmp_path / "like.safetensors")
     report = ckptfix.repair(
@@ -185,7 +185,7 @@ def test_where_the_files_go(tmp_path, in_place):
 
 
 def test_a_run_that_was_killed_between_the_files_goes_on(tmp_path, monkeypatch):
-    """The optimizer is in place and the weights are not: the next run leaves the one and repairs the other."""
+    """The optimizer is in place and the weights are not: the next run keeps the former and repairs the latter."""
     folder_of_a_trainer(tmp_path / "run", Net("zyx"))
     asked: dict[str, Any] = {"in_place": True, "fill": "target", "unsafe_fixes": True, "accept": ("FIT101",)}
     source = tmp_path / "run" / "model.safetensors"
@@ -228,7 +228,7 @@ def test_nothing_is_replaced_unasked(tmp_path):
 
 
 def test_the_lists_of_a_scheduler_follow_the_groups(tmp_path):
-    """A group for each parameter: with the parameters go their groups, and with these the rates of the scheduler."""
+    """A group for each parameter: removing parameters also removes their groups and the scheduler's rates."""
     model = Net("zyx")
     optimizer = torch.optim.AdamW([{"params": [p], "lr": 1.0 + n} for n, p in enumerate(model.parameters())])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
@@ -278,7 +278,7 @@ def test_a_run_that_no_edit_changes_goes_along(tmp_path, name, asked, copied):
     weights = {f"module.{key}": value for key, value in model.state_dict().items()}
     source = run_in(tmp_path / "run", weights, torch.optim.SGD(model.parameters()))
     (tmp_path / "out").mkdir()
-    for _ in range(2):  # what is there already is equal
+    for _ in range(2):  # the existing file is equal
         report = ckptfix.repair(source, output=tmp_path / "out" / name, force=True, **asked).report
     files = {"optimizer.pt", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} if copied else set()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {name, *files}

@@ -1,4 +1,4 @@
-"""Settings without a meaning are refused before anything is read."""
+"""Meaningless settings are refused before anything is read."""
 
 import math
 from pathlib import Path
@@ -26,13 +26,13 @@ def test_one_code_or_path_may_be_given_as_it_is(tmp_path):
 
 
 def test_one_text_holds_several_codes_or_none_as_on_the_command_line():
-    """An empty text began every code: ``ignore=""`` skipped all rules, and the file looked clean."""
+    """Every code starts with an empty text: ``ignore=""`` skipped all rules, and the file looked clean."""
     settings = checked_settings({"select": "KEY, buf101", "ignore": "", "accept": [""]})
     assert (settings.select, settings.ignore, settings.accept) == (("KEY", "BUF101"), (), ())
 
 
 def test_each_list_of_the_table_takes_a_text_a_path_a_sequence_and_a_table(tmp_path):
-    """`input=Path("batch.npy")` was no list of strings, and `adapt` alone took a table."""
+    """`input=Path("batch.npy")` is not a list of strings, and only `adapt` took a table."""
     names = [option.name for option in OPTIONS if option.is_setting and option.kind in LISTS]
     texts = {"adapt": "head=classes.txt", "rename": "a=b"} | dict.fromkeys(("select", "ignore", "accept"), "VAL101")
     (tmp_path / "classes.txt").touch()
@@ -46,7 +46,7 @@ def test_each_list_of_the_table_takes_a_text_a_path_a_sequence_and_a_table(tmp_p
 
 
 def test_none_is_the_default_of_a_setting_that_has_no_other(tmp_path):
-    """Numbers of numpy are numbers, and paths are texts."""
+    """numpy's numbers are accepted as numbers, and paths as text."""
     unset = dict.fromkeys(("weights", "fill", "rename_map", "source_model", "smoke", "shard_size"))
     assert checked_settings({**unset, "seed": np.int64(0), "timeout": np.float64(300)}) == Settings()
     assert parsed_settings({"compare": tmp_path, "shard_size": 5_000_000}).compare == str(tmp_path)

@@ -1,4 +1,4 @@
-"""The written file is compared with the plan down to the last byte, on every way that there is."""
+"""The written file is compared with the plan byte by byte, whichever way it was written."""
 
 import os
 from collections import deque
@@ -106,7 +106,7 @@ def test_a_file_that_does_not_open_is_not_delivered(tmp_path):
 
 
 def many_sizes() -> dict[str, torch.Tensor]:
-    """Tensors smaller than a window, of windows and a rest, and of exact windows, once they are small enough."""
+    """Tensors smaller than a window, of several windows and a rest, and of exact windows, for small windows."""
     generator = torch.Generator().manual_seed(0)
     sizes = {"small": 3, "rest": 333, "exact": 256, "batches": 5000, "last": 1}
     weights = {key: torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for key, n in sizes.items()}

@@ -1,4 +1,4 @@
-"""An unknown text is told the nearest message, and nonsense is told none."""
+"""Unknown text gets the nearest message, and nonsense gets none."""
 
 import re
 import shlex
@@ -74,7 +74,7 @@ def test_a_long_log_of_unknown_errors_is_compared_from_its_end(monkeypatch):
 def test_a_known_message_is_nearest_to_itself():
     for record in RECORDS:
         close = nearest(record.example) if len(record.example.split()) > 3 else None
-        if close is not None:  # two or three words are too little to go by
+        if close is not None:  # two or three words are not enough
             assert close[1] == pytest.approx(1, abs=0.05), record.name
 
 
@@ -166,7 +166,7 @@ GROUPS = {name for record in RECORDS for pattern in record.patterns for name in 
 
 
 def assert_whole(explanation: Explanation) -> None:
-    """Nothing is left to fill in, and every command is one that the program takes."""
+    """Nothing is left to fill in, and every command is accepted by the parser."""
     told = [cause for cause, _ in explanation.causes]
     told += [part for advice in explanation.advice for part in (advice.text, advice.command, advice.code)]
     for place in re.findall(r"\{(\w+)\}", " ".join(told)):
@@ -208,7 +208,7 @@ def test_records_use_what_their_patterns_find():
 
 
 def test_an_attribute_is_asked_of_a_module():
-    """The same words of any other object say nothing of a checkpoint."""
+    """The same words about another object say nothing about a checkpoint."""
     text = (
         'Traceback (most recent call last):\n  File "/lib/torch/nn/modules/module.py", line 1965, in __getattr__\n'
         "    raise AttributeError(\nAttributeError: 'Net' object has no attribute 'attention'"

@@ -1,4 +1,4 @@
-"""What the keys in a message say."""
+"""What the keys in a message show."""
 
 import pytest
 
@@ -287,7 +287,7 @@ def test_what_a_policy_normalises_with_is_no_key_to_be_ignored():
 
 
 def test_scales_of_codes_are_no_keys_to_be_ignored():
-    """All keys of the model are in the file, and what is under them are not weights."""
+    """All keys of the model are in the file, but their values are not weights."""
     (message,) = messages(text(unexpected=["scaled_fp8", *under(leaf="scale_weight")]))
     causes, advice = read_fit(message)
     assert causes[0][0].startswith("5 keys of quantised weights")

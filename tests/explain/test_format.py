@@ -1,4 +1,4 @@
-"""With the file at hand the answer is about that file."""
+"""If the file is given, the answer is about that file."""
 
 from pathlib import Path
 

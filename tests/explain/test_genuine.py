@@ -1,4 +1,4 @@
-"""Messages that the installed torch, safetensors and Python raise now, with their whole traceback."""
+"""Errors that the installed torch, safetensors and Python raise, with the whole traceback."""
 
 import argparse
 import gzip
@@ -20,7 +20,7 @@ from ckptfix.explain import explain
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Broken files of all kinds."""
+    """Write broken files of all kinds."""
     folder = tmp_path_factory.mktemp("files")
     torch.save({"w": torch.zeros(100), "b": torch.zeros(3)}, folder / "good.pth")
     torch.save({"w": torch.zeros(100)}, folder / "old.pth", _use_new_zipfile_serialization=False)
@@ -63,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(provoke: Callable[[], object]) -> str:
-    """The traceback of what ``provoke`` raises, as Python prints it."""
+    """Return the traceback of the error that ``provoke`` raises, as Python prints it."""
     with pytest.raises(BaseException) as raised:  # noqa: PT011 - whatever it is, its text is what the test is about
         provoke()
     return "".join(traceback.format_exception(raised.value))
@@ -133,7 +133,7 @@ def test_load_safetensors(files: Path, file: str, name: str):
 
 
 def sgd(*groups: int) -> torch.optim.Optimizer:
-    """An optimizer with so many parameters in each group."""
+    """Return an optimizer with these numbers of parameters per group."""
     return torch.optim.SGD([{"params": [torch.zeros(1, requires_grad=True) for _ in range(n)]} for n in groups], 0.1)
 
 

@@ -114,7 +114,7 @@ def test_the_keys_that_esmfold_misses():
 
 
 def test_the_lists_of_fvcore_are_read():
-    """It folds the last part of the names, and names what it skipped for its shape among the missing ones, too."""
+    """It folds the last part of the names, and also lists the keys that it skipped for their shape as missing."""
     skipped = (
         "WARNING [04/16 03:40:21 fvcore.common.checkpoint]: Skip loading parameter 'head.cls_score.weight' to the model"
         " due to incompatible shapes: (81, 1024) in the checkpoint but (4, 1024) in the model!.\n"

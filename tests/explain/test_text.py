@@ -1,4 +1,4 @@
-"""Messages are found under what loggers, launchers, terminals and mail put around them."""
+"""Messages are found despite what loggers, launchers, terminals and mail add around them."""
 
 import time
 

@@ -22,7 +22,7 @@ CHANGES = ("none", "classes", "channels", "image", "no head", "other head", "no 
 
 
 def as_saved(chance, name, change):
-    """The shapes of a model as somebody saved it, and how it has to be seen; None if it has no such change."""
+    """Return the shapes of a model after a change, and the expected verdict; None if the change does not apply."""
     entry = table().find(name)
     assert entry is not None
     structure, model = entry
@@ -40,7 +40,7 @@ def as_saved(chance, name, change):
         return None
     try:
         target = structure.target(name, sizes, model.sizes)
-    except ValueError:  # its tables do not grow with the image in a plain way
+    except ValueError:  # its tables do not grow regularly with the image
         return None
     shapes = {key: slot.shape for key, slot in target.slots.items()}
     if change == "no counters":
@@ -53,7 +53,7 @@ def as_saved(chance, name, change):
 
 
 def has_this_structure(found, shapes, prefix):
-    """Whether another model was named whose keys are those of the file: a trunk is a model of its own, most often."""
+    """Return whether another model with exactly the file's keys was named: usually a trunk that is a model itself."""
     target = known_target(found.target.removeprefix("known:"))
     saved = {f"{prefix}{key}": shape for key, shape in shapes.items()}
     own = {key.removeprefix(found.prefix): shape for key, shape in saved.items() if key.startswith(found.prefix)}
@@ -69,7 +69,7 @@ def has_this_structure(found, shapes, prefix):
 
 @pytest.fixture
 def compared(monkeypatch):
-    """The tensors of each structure that is compared in full, which is what takes the time."""
+    """Return the tensors of each structure that is compared in full, which takes most of the time."""
     counts: list[int] = []
     real = KnownStructures.structure
 
@@ -108,11 +108,11 @@ def test_models_of_the_table_are_named(compared):
     assert results["silent"] <= 4, failed
 
 
-# ---- what the table does not have
+# ---- models that are not in the table
 
 
 def _unknown_nets():
-    """80 nets: known architectures in other widths and depths, and nets of somebody's own."""
+    """Return 80 nets: known architectures with other widths and depths, and custom ones."""
     import timm
     from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
     from transformers import (
@@ -177,7 +177,7 @@ def test_nets_that_the_table_does_not_have_are_not_named(compared):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A file of a squeezenet with 10 classes under DataParallel, and one that is like nothing."""
+    """Return a file of a squeezenet with 10 classes under DataParallel, and one that resembles no model."""
     shapes = known_target("torchvision/squeezenet1_1[num_classes=10]").slots
     state_dict = {f"module.{key}": torch.randn(slot.shape or ()) for key, slot in shapes.items()}
     torch.save({"state_dict": state_dict}, tmp_path / "squeeze.pth")

@@ -1,4 +1,4 @@
-"""The script that writes the table: what is packed is unpacked again, and a library is replaced alone."""
+"""The script that writes the table: unpacking reverses packing, and a library is replaced without the others."""
 
 import pytest
 from torch import nn
@@ -14,14 +14,14 @@ def net(width, classes=5, channels=3):
 
 
 def library(widths):
-    """A library with a model for each width."""
+    """Return a library with a model for each width."""
     return lambda: (
         (name, lambda width=width, **rest: net(width, **rest), 0) for name, width in zip(NAMES, widths, strict=False)
     )
 
 
 def gathered(monkeypatch, known=None, **libraries):
-    """The table with these libraries, each a list of the widths of its models."""
+    """Return the table with these libraries, each a list of the widths of its models."""
     entries = {name: ("pip", library(widths)) for name, widths in libraries.items()}
     monkeypatch.setattr(structures, "LIBRARIES", entries)
     found, versions = structures.unpacked(known) if known else ({}, {})

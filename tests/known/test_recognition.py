@@ -1,4 +1,4 @@
-"""A model is named if all of its trunk is there, whatever is around it; nothing else is."""
+"""A model is named if its whole trunk is there, whatever is around it, and otherwise not."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def facts(own):
     return found.fit, found.prefix, found.outside, dict(found.sizes)
 
 
-# ---- what is not known
+# ---- not recognised
 
 
 CUSTOM = {f"layers.{i}.{name}": (64, 64) for i in range(30) for name in ("q", "k", "v")}
@@ -149,7 +149,7 @@ def test_heads_of_two_sizes_are_another_head_at_most():
     assert "num_classes" not in found.sizes or found.fit is not Fit.EXACT
 
 
-# ---- what is
+# ---- recognised
 
 
 def test_originals_are_known():
@@ -157,7 +157,7 @@ def test_originals_are_known():
     found = recognise(dino)
     assert found is not None
     assert (found.names[0], found.fit, found.prefix) == ("dinov2/dinov2_vits14_reg", Fit.EXACT, "teacher.backbone.")
-    scalars = {"input_resolution": (), "context_length": (), "vocab_size": ()}  # as OpenAI's files have them
+    scalars = {"input_resolution": (), "context_length": (), "vocab_size": ()}  # as in OpenAI's files
     clip = recognise(shapes("open_clip/ViT-B-32-quickgelu") | scalars)
     assert clip is not None
     assert ("open_clip/ViT-B-32-quickgelu" in clip.names, clip.fit) == (True, Fit.EXACT)
@@ -230,7 +230,7 @@ def test_no_torch_is_needed():
 
 
 def test_a_head_with_a_layer_in_its_place_decides_between_models_of_one_trunk():
-    """A causal model has no key of its own beside the trunk, as its head is tied: a new `score` is not its own."""
+    """A causal model has no keys besides the trunk's, because its head is tied: a new `score` is not its own."""
     own = shapes("transformers/Gemma2ForSequenceClassification")
     del own["score.weight"]
     found = recognise({**own, "score.1.weight": (7, 33), "score.1.bias": (7,)})

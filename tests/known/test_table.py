@@ -1,4 +1,4 @@
-"""A known structure is the model that its library builds, and sizes of the user are solved and put in exactly."""
+"""A known structure equals the model that its library builds, and given sizes are solved exactly."""
 
 import re
 from pathlib import Path
@@ -46,7 +46,7 @@ def built(library, name, **arguments):
     ids=lambda value: value if isinstance(value, str) and "/" in value else "",
 )
 def test_a_known_target_is_that_of_the_library(spec, library, name, arguments):
-    """Keys in their order, shapes, dtypes, parameters and buffers, ties, what is not saved."""
+    """Return the keys in order, shapes, dtypes, parameters and buffers, ties, and what is not saved."""
     expected = target_from_module(built(library, name, **arguments))
     found = known_target(spec)
     assert list(found.slots.items()) == list(expected.slots.items())

@@ -1,4 +1,4 @@
-"""What is done to ``Elements`` is done to arrays as well, and their parts then give the same array."""
+"""The same operations are applied to ``Elements`` and to arrays; the parts of the former then give the latter."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ VALUES = {key: np.arange(np.prod(shape)).reshape(shape) + 100 * at for at, (key,
 
 
 def rebuilt(elements: Elements) -> Array:
-    """The array that the parts of some elements describe."""
+    """Return the array that the parts of some elements describe."""
     made = np.full(elements.shape, -1)
     for part in elements.parts(SHAPES):
         box = VALUES[part.source][tuple(slice(*bounds) for bounds in part.box)]
@@ -69,7 +69,7 @@ def test_they_move_as_arrays_do(data):
 
 
 def test_rows_that_meet_across_columns_stay_apart():
-    """The last element of a row and the first of the next are neighbours in the place, and not in the source."""
+    """The last element of a row and the first of the next are adjacent in the place, but not in the source."""
     elements = Elements.joined([Elements.of(key, SHAPES[key]) for key in "bab"], 1).viewed((16, 1, 3))
     array = np.concatenate([VALUES[key] for key in "bab"], 1).reshape(16, 1, 3).transpose(1, 2, 0)
     assert np.array_equal(rebuilt(elements.permuted((1, 2, 0))), array)

@@ -107,7 +107,7 @@ def test_a_map_of_a_small_model_applies_to_a_large_one():
 
 
 def test_numbers_of_layers_follow_from_each_other():
-    """torchvision's Swin: stages and downsampling by turns, and a shortcut that is counted from the next stage."""
+    """torchvision's Swin: alternating stages and downsampling, and a shortcut that counts from the next stage."""
     source: Specs = {}
     target: Specs = {}
     for n, width in enumerate((8, 16, 32, 64)):
@@ -139,7 +139,7 @@ def test_labels_and_alternatives_are_those_of_the_template():
 
 
 def test_numbers_that_follow_from_nothing_are_listed():
-    """MobileNetV2: the layers of one side are counted through, those of the other by stage."""
+    """MobileNetV2: one side numbers its layers consecutively, the other by stage."""
     stages = (1, 2, 3, 4, 2)
     places = [(stage, at) for stage, size in enumerate(stages) for at in range(size)]
     source = {f"layer.{n}.conv.weight": (n + 2, n + 1) for n in range(len(places))}

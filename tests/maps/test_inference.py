@@ -1,4 +1,4 @@
-"""The map from the layers of one implementation to those of another one; the traps first."""
+"""The map between the layers of two implementations; the traps come first."""
 
 import re
 
@@ -95,7 +95,7 @@ def test_the_parts_of_a_fused_layer_are_in_order():
 
 
 def test_grouped_queries():
-    """The sizes of query, key and value are those of the side that has them apart."""
+    """The sizes of query, key and value come from the side that has them separately."""
     target = stack("layers", [{"q_proj.weight": (8, 8), "k_proj.weight": (2, 8), "v_proj.weight": (2, 8)}] * 3)
     found = infer(stack("h", [{"qkv_proj.weight": (12, 8)}] * 3), target).matches
     assert [part.box for part in found["layers.1.v_proj.weight"].parts] == [((10, 12), (0, 8))]
@@ -137,7 +137,7 @@ def test_equal_twins_without_a_name_are_ambiguous():
 
 
 def test_a_downsampling_norm_that_moved_to_the_next_stage():
-    """Swin: until timm 0.6 a stage ends with it, since then the next one begins with it."""
+    """Swin: up to timm 0.6 a stage ends with it; since then, the next one begins with it."""
     widths = (8, 16, 32)
     old: Specs = {}
     new: Specs = {}
@@ -154,7 +154,7 @@ def test_a_downsampling_norm_that_moved_to_the_next_stage():
 
 
 def test_a_shortcut_that_only_one_side_lists_first():
-    """What the blocks without a shortcut say of conv1 holds for those with one."""
+    """What blocks without a shortcut show about conv1 holds for those with one."""
     convs: Specs = {f"f.{name}.weight": (8, 8, 1, 1) for name in "abc"}
     named: Specs = {f"conv{at}.weight": (8, 8, 1, 1) for at in (1, 2, 3)}
     source = stack("blocks", [{"proj.weight": (8, 8, 1, 1), **convs}, convs, convs])
@@ -166,7 +166,7 @@ def test_a_shortcut_that_only_one_side_lists_first():
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])
 def test_what_one_block_seems_to_say_is_outvoted_by_the_others(lacking):
-    """A block that lacks a layer is matched apart: its shortcut could be its first convolution, which comes first."""
+    """A block that lacks a layer is matched separately: its shortcut could be its first convolution."""
 
     def layer(name: str, conv: str, norm_: str, rows: int, columns: int, size: int = 1) -> Specs:
         return {f"{name}.{conv}.weight": (rows, columns, size, size), **norm(f"{name}.{norm_}", rows)}
@@ -190,7 +190,7 @@ def test_what_one_block_seems_to_say_is_outvoted_by_the_others(lacking):
 
 
 def test_the_downsampling_of_a_block_is_its_shortcut():
-    """The first stage keeps the resolution: its shortcut has the shape of the last convolution, and no pooling."""
+    """The first stage keeps the resolution: its shortcut has the shape of the last convolution, without pooling."""
 
     def conv(conv: str, norm_: str, rows: int, columns: int, size: int = 1) -> Specs:
         return {f"{conv}.weight": (rows, columns, size, size), **norm(norm_, rows)}
@@ -247,7 +247,7 @@ def test_nothing_to_match(source, target):
 
 
 def test_the_norms_of_a_decoder_are_counted_by_three():
-    """``norm2`` is that of the MLP in an encoder, and that of cross-attention in a decoder."""
+    """``norm2`` belongs to the MLP in an encoder, and to cross-attention in a decoder."""
     attention = ("self_attn", "multihead_attn")
     ours = {f"{name}.{key}": shape for name in attention for key, shape in linear("out_proj", 8, 8).items()}
     theirs = {key.replace("multihead_attn", "encoder_attn"): shape for key, shape in ours.items()}
@@ -309,7 +309,7 @@ def test_a_filter_called_kernel_transposes_no_other_layer():
 
 
 def test_a_first_block_with_a_layer_more_moves_no_other():
-    """T5 keeps the relative positions in its first block: the second one is not the first of the other library."""
+    """T5 keeps the relative positions in its first block, so its second block is not the other library's first."""
     attention: Specs = {f"attn.{name}.weight": (8, 8) for name in "qkvo"}
     layer = attention | linear("mlp.fc1", 32, 8) | linear("mlp.fc2", 8, 32)
     first = {**layer, "attn.relative.weight": (4, 2)}
@@ -329,7 +329,7 @@ def test_names_that_contradict_each_other_are_ambiguous():
 
 
 def test_most_blocks_outvote_one():
-    """The first block of EfficientNet has no expansion: its first norm is the second of the others."""
+    """The first block of EfficientNet has no expansion: its first norm is the second one of other blocks."""
 
     def bn(name: str, width: int) -> Specs:
         return {f"{name}.{leaf}": (width,) for leaf in ("weight", "bias", "running_mean", "running_var")}
@@ -354,7 +354,7 @@ def test_most_blocks_outvote_one():
 
 
 def test_square_matrices_are_certain_only_beside_one_that_shows_how_they_lie():
-    """A layer of another library may compute ``x @ w``, and a square matrix does not show it."""
+    """Another library's layer may compute ``x @ w``, which a square matrix does not show."""
     ours = {f"l{n}.{name}": shape for n in range(4) for name, shape in (("weight", (6, 6)), ("bias", (6,)))}
     theirs = {key.replace("l", "m", 1): shape for key, shape in ours.items()}
     assert infer(ours, theirs).matches["m0.weight"].label is Label.LIKELY
@@ -388,7 +388,7 @@ def test_a_square_matrix_is_transposed_as_its_siblings_are():
 
 
 def test_vectors_do_not_show_that_matrices_are_transposed():
-    """The rows of a head with as many outputs as there are layers have the shape of the vectors that are left over."""
+    """A head with as many outputs as there are layers has rows with the shape of the leftover vectors."""
     layers = [linear("fc1", 32, 8) | linear("fc2", 8, 32)] * 2
     head: Specs = {"head.layers.0.weight": (8, 8), "head.layers.1.weight": (2, 8)}
     found = sources(stack("a.layers", layers) | head | {"x": (8,), "y": (8,)}, stack("b.layers", layers) | head)
@@ -396,7 +396,7 @@ def test_vectors_do_not_show_that_matrices_are_transposed():
 
 
 def test_a_bias_does_not_go_where_its_matrix_does_not():
-    """The stages of PVT and SegFormer are alike, but for the width of some of their layers."""
+    """The stages of PVT and SegFormer are equal except for the width of some layers."""
     source = stack("a", [{**linear("fc1", 16, 8), **linear("fc2", 8, 16)}, {**linear("fc1", 64, 8)}])
     target = stack("b", [{**linear("fc1", 16, 4), **linear("fc2", 8, 16)}, {**linear("fc1", 64, 8)}])
     matches = infer(source, target).matches
@@ -438,7 +438,7 @@ def test_layers_of_a_sequence_are_numbered_anew_in_their_order():
 
 
 def test_a_sorted_file_with_some_new_names_says_nothing_of_the_order():
-    """What is ambiguous in the sorted file is so in what a repair makes of it."""
+    """What is ambiguous in the sorted file is also ambiguous in the repaired one."""
     shapes = {"Ua": (8, 8), "Wa": (8, 8), **linear("fc", 16, 8), **norm("bn"), **linear("out", 3, 16)}
     target = {"W_query": (8, 8), "W_key": (8, 8), **norm("bn"), **linear("fc", 16, 8), **linear("out", 3, 16)}
     for source in (dict(sorted(shapes.items())), {"Ua": (8, 8), "Wa": (8, 8), **dict(sorted(target.items())[2:])}):
@@ -446,7 +446,7 @@ def test_a_sorted_file_with_some_new_names_says_nothing_of_the_order():
 
 
 def test_a_number_that_all_have_does_not_count():
-    """``xyz.{n}.0`` is ``pts.{n}``, also beside a layer of their shape and another name."""
+    """``xyz.{n}.0`` is ``pts.{n}``, also next to another layer with their shape."""
     source: Specs = {"feature.weight": (8, 8), **{f"pts.{at}.weight": (8, 3 if at == 0 else 8) for at in range(4)}}
     target: Specs = {**{f"xyz.{at}.0.weight": (8, 3 if at == 0 else 8) for at in range(4)}, "last.weight": (8, 8)}
     assert sources(source, target)["xyz.1.0.weight"] == ["pts.1.weight"]
@@ -531,7 +531,7 @@ def test_the_second_norm_beside_a_norm_of_attention_across_is_not_its_own():
 
 
 def crossing(*attentions: str, norms: tuple[str, ...]) -> Specs:
-    """A layer of a decoder, defined as in DETR: each norm after what it is of."""
+    """A decoder layer defined as in DETR: each norm comes after its own layer."""
     layer: Specs = {}
     for attention, name in zip(attentions, norms, strict=False):
         for each in ("q", "k") if "self" in attention else ("q", "k", "v"):
@@ -567,7 +567,7 @@ def test_numbered_norms_belong_to_the_attentions_in_the_order_of_the_model(atten
 
 
 def test_the_bias_of_a_fused_layer_is_taken_apart_like_its_weight():
-    """Other vectors of its length are on both sides, as many as its own."""
+    """Both sides have equally many other vectors of its length."""
     apart = {key: shape for each in "qkv" for key, shape in linear(f"attn.{each}_proj", 8, 8).items()}
     source = {**stack("layers", [linear("attn.qkv", 24, 8)] * 2), **norm("old", 24)}
     target = {**stack("layer", [apart] * 2), **norm("new", 24), **norm("more", 24)}
@@ -587,7 +587,7 @@ def test_a_norm_of_a_sorted_file_goes_nowhere_else_than_after_its_layer(is_sourc
 
 
 def test_a_list_is_the_list_of_its_length_and_not_a_module_beside_it():
-    """As in YOLOv3: a block of the neck has the shapes of those of the backbone, and the neck is flat on one side."""
+    """As in YOLOv3: a block of the neck has the shapes of the backbone's, and the neck is flat on one side."""
     block = {**linear("cv1", 4, 8), **linear("cv2", 8, 4)}
     source = {**stack("model.8", [block] * 8), **linear("model.9", 4, 8)}
     source |= {f"model.10.{key}": shape for key, shape in block.items()}
@@ -602,7 +602,7 @@ def test_a_list_is_the_list_of_its_length_and_not_a_module_beside_it():
 
 @pytest.mark.parametrize("is_sorted", [(True, False), (False, True), (True, True), (False, False)], ids=str)
 def test_only_the_order_of_the_model_tells_a_module_from_those_of_a_list(is_sorted):
-    """As in StyleGAN2: the first of four equal layers is in no list on one side; its number says nothing."""
+    """As in StyleGAN2: the first of four equal layers is not in a list on one side, so its number means nothing."""
     source = {**linear("to_rgb1", 3, 8), **stack("to_rgbs", [linear("conv", 3, 8)] * 3)}
     target = {f"b{size}.torgb.{key[2:]}": shape for size in (4, 8, 16, 32) for key, shape in linear("x", 3, 8).items()}
     ours, theirs = (
@@ -633,7 +633,7 @@ def test_equal_layers_that_one_side_lists_from_the_other_end_follow_the_order():
 
 
 def moved_between_stages(number: int) -> tuple[Specs, Specs]:
-    """What ends stage 1 on one side begins stage 2 on the other: there stage 3 has the shapes of stage 1."""
+    """Stage 1 ends on one side where stage 2 begins on the other, whose stage 3 has the shapes of stage 1."""
     source: Specs = {}
     target: Specs = {}
     for at, depth in enumerate((4, 3, 8, 3)):
@@ -676,7 +676,7 @@ def test_the_norm_after_attention_is_that_of_the_mlp_beside_one_before_attention
 
 
 def test_the_last_of_three_norms_is_that_of_the_mlp():
-    """The decoder of Moonshine beside one that counts its norms, in another order."""
+    """The decoder of Moonshine and one that numbers its norms in another order."""
     numbered: Specs = {f"layer_norm_{at}.weight": (8,) for at in (3, 1, 2)}
     named: Specs = {
         f"{name}.weight": (8,) for name in ("input_layernorm", "post_attention_layernorm", "final_layernorm")
@@ -695,7 +695,7 @@ def test_three_numbered_layers_of_a_gated_mlp_have_the_order_of_llama():
 
 
 def test_a_single_number_beside_a_matrix_follows_its_name():
-    """``noise.weight`` of StyleGAN2 is ``noise_strength`` beside the weight of the convolution."""
+    """``noise.weight`` of StyleGAN2 is ``noise_strength`` next to the convolution's weight."""
     source = stack("convs", [{"conv.weight": (1, 8, 8, 3, 3), "noise.weight": (1,), "activate.bias": (8,)}] * 3)
     target = stack("b", [{"weight": (8, 8, 3, 3), "noise_strength": (1,), "bias": (8,)}] * 3)
     assert sources(source, target)["b.1.noise_strength"] == ["convs.1.noise.weight"]
@@ -760,7 +760,7 @@ def test_rows_of_an_implementation_that_rotates_as_metas_llama_does_are_ambiguou
 
 
 def test_a_layer_of_a_sorted_list_keeps_its_place_between_others():
-    """The blocks of one flat list are stages on the other side: their numbers are their order, sorted or not."""
+    """The blocks of a flat list are stages on the other side: their numbers give the order, sorted or not."""
     mlp = {**linear("a", 16, 8), **linear("b", 8, 16)}
     flat = [mlp, mlp, linear("down", 12, 8), mlp, mlp, linear("down", 20, 12), mlp]
     source = dict(sorted(stack("blocks", flat).items()))
@@ -783,7 +783,7 @@ def test_a_norm_of_a_sorted_file_goes_with_the_convolution_beside_it():
 
 
 def test_a_matrix_that_leaves_its_bias_behind_is_not_certain():
-    """Matrices that are stored transposed, under names that do not say so, fit each other's places."""
+    """Matrices that are stored transposed, whose names do not show it, fit each other's places."""
     layers = [{"x.k": (8, 32), "x.bias": (32,), "y.k": (32, 8), "y.bias": (8,), "z": (8,)}] * 3
     target = [{**linear("intermediate", 32, 8), **linear("output", 8, 32), "scale": (8,)}] * 3
     found = infer(stack("a", layers), stack("layer", target)).matches
@@ -792,7 +792,7 @@ def test_a_matrix_that_leaves_its_bias_behind_is_not_certain():
 
 @pytest.mark.parametrize(("goes_on", "label"), [(False, Label.AMBIGUOUS), (True, Label.CERTAIN)])
 def test_blocks_in_chunks_are_told_apart_by_a_number_that_goes_on(goes_on, label):
-    """DINOv2 counts its blocks through all chunks: `blocks.0.1`, `blocks.1.2`."""
+    """DINOv2 numbers its blocks across all chunks: `blocks.0.1`, `blocks.1.2`."""
     places = [(at // 2, at if goes_on else at % 2) for at in range(6)]
     source = {f"blocks.{n}.{m}.{key}": shape for n, m in places for key, shape in timm_block().items()}
     match = infer(source, stack("layer", [hf_block()] * 6)).matches["layer.3.intermediate.dense.weight"]
@@ -808,7 +808,7 @@ def test_blocks_counted_from_another_number_are_shifted():
 
 @pytest.mark.parametrize(("name", "first"), [("refinenet", "3"), ("fusion", "0"), ("zq", "0")])
 def test_equal_blocks_on_the_way_back_up_are_not_certain(name, first):
-    """MiDaS numbers them from the largest image on, and transformers from the smallest."""
+    """MiDaS numbers them from the largest image down, and transformers from the smallest up."""
     unit = {**linear("conv1", 8, 8), **linear("conv2", 8, 8), **linear("out_conv", 4, 8)}
     source = {f"scratch.{name}{at + 1}.{key}": shape for at in range(4) for key, shape in unit.items()}
     found = infer(source, {f"neck.{key}": shape for key, shape in stack("fusion_stage.layers", [unit] * 4).items()})
@@ -848,7 +848,7 @@ def _stages(name: str, last: str, at: range) -> Specs:
 
 @pytest.mark.parametrize("lacking", ["", "file", "model"])
 def test_nothing_is_certain_beside_a_layer_that_is_left_over(lacking):
-    """Shapes leave one map only if it is known that both sides have the same layers."""
+    """Shapes only allow one map if both sides are known to have the same layers."""
     source = _stages("a", "conv", range(4 - (lacking == "file"))) | {"embed.weight": (99, 5)}
     target = _stages("b", "proj", range(4 - (lacking == "model"))) | {"words.weight": (99, 5), "head.weight": (99, 5)}
     tied = dict.fromkeys(("words.weight", "head.weight"), ("words.weight", "head.weight"))
@@ -858,7 +858,7 @@ def test_nothing_is_certain_beside_a_layer_that_is_left_over(lacking):
 
 
 def test_a_batch_norm_that_leaves_the_convolution_which_it_follows_is_ambiguous():
-    """The downsampling of ShuffleNet in pytorchcv, which has the branches in another order than torchvision."""
+    """ShuffleNet's downsampling in pytorchcv, whose branches are in another order than torchvision's."""
     names = [f"conv{at}" for at in range(1, 6)]
     places = ["branch1.0", "branch1.2", "branch2.0", "branch2.3", "branch2.5"]
     truth = dict(zip(places, ["conv4", "conv5", "conv1", "conv2", "conv3"], strict=True))
@@ -977,7 +977,7 @@ def towers(number: int) -> tuple[Specs, Specs, dict[str, str]]:
 
 
 def counted_anew(key: str, gone: int) -> str:
-    """Return the name of a key once a layer before it has gone."""
+    """Return the name of a key after a layer before it was removed."""
     return re.sub(r"\.(\d)\.", lambda found: f".{int(found[1]) - (int(found[1]) > gone)}.", key, count=1)
 
 
@@ -1001,7 +1001,7 @@ LACKING = {
 @pytest.mark.parametrize("is_file", [True, False], ids=["the file lacks", "the target lacks"])
 @pytest.mark.parametrize("lacking", LACKING.values(), ids=LACKING)
 def test_nothing_takes_the_place_of_what_one_side_lacks(lacking, is_file, number, is_sorted):
-    """A list with a layer less, counted anew or not, shows in no shape which layer that is."""
+    """No shape shows which layer of a list is missing, whether the rest is renumbered or not."""
     source, target, truth = towers(number)
     tower = ("visual", "vision") if number == 2 else ("", "")
     sides = [source, target]
@@ -1030,7 +1030,7 @@ def test_what_both_sides_have_is_still_found_beside_a_weight_that_is_missing():
 
 
 def test_attention_without_names_for_its_parts():
-    """``attn1`` and ``attn2`` are equal, and have other names each on the other side: that is no list out of step."""
+    """``attn1`` and ``attn2`` are equal and have different names on the other side: this list is not out of step."""
     inner = linear("q", 8, 8) | linear("out", 8, 8)
     ours = {f"attn{at}.{key}": shape for at in (1, 2) for key, shape in inner.items()}
     theirs = {f"{name}_attn.{key}": shape for name in ("self", "cross") for key, shape in inner.items()}
@@ -1044,7 +1044,7 @@ def applied(source: Specs, target: Specs) -> dict[str, list[str]]:
 
 
 def test_a_layer_without_attention_changes_places_with_no_other():
-    """The last layer is whole, and the third one of the target is not: lists of one length keep their places."""
+    """The last layer is complete, but the target's third is not: lists of equal length keep their places."""
     attention: Specs = {f"self_attn.{name}.weight": (8, 8) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     ours = {**attention, "mlp.up_proj.weight": (32, 8), "mlp.down_proj.weight": (8, 32), "input_norm.weight": (8,)}
     theirs: Specs = {"attn.qkv.weight": (24, 8), "attn.proj.weight": (8, 8), "mlp.fc_1.weight": (32, 8)}
@@ -1064,7 +1064,7 @@ def test_words_that_all_names_have_do_not_make_a_head_the_embedding():
 
 
 def test_two_layers_of_which_one_could_be_either_of_two_others_do_not_decide_for_all():
-    """Sorted keys do not say whether ``fc_1`` is the gate, and a layer that has only one of them says no more."""
+    """Sorted keys do not show whether ``fc_1`` is the gate, and neither does a layer with only one of them."""
     split: Specs = {"mlp.gate_proj.weight": (32, 8), "mlp.up_proj.weight": (32, 8), "n.weight": (8,)}
     numbered: Specs = {"mlp.fc_1.weight": (32, 8), "mlp.fc_2.weight": (32, 8), "m.weight": (8,)}
     ours, theirs = stack("layers", [split] * 4), stack("h", [numbered] * 4)
@@ -1094,7 +1094,7 @@ def test_a_kernel_of_attention_has_an_axis_for_the_heads(is_sorted):
 
 
 def test_no_layer_moves_to_the_counterpart_of_another_block():
-    """Without names, the second norm of a block may be the first one of the next."""
+    """Without names, the second norm of a block may be the first norm of the next."""
     block: Specs = {"n.weight": (8,), "scale.weight": (8,), "m.weight": (8,)}
     other: Specs = {"norm1.weight": (8,), "scale1.lambda1": (8,), "norm2.weight": (8,), **linear("down", 8, 32)}
     source, target = stack("x", [block] * 2) | {"n.weight": (8,)}, stack("y", [other] * 2) | {"norm.weight": (8,)}
@@ -1112,7 +1112,7 @@ def test_a_counter_is_as_doubtful_as_its_norm():
 
 
 def test_names_that_both_sides_have_are_not_exchanged():
-    """Two layers of one shape in another order, of which one has an axis of one element more."""
+    """Two layers with the same shape in another order, one with an extra axis of size one."""
     layers: dict[str, Specs] = {
         "emb.attn0": {"weight": (3, 2)},
         "emb.conv1": {"weight": (2, 2), "bias": (2,)},

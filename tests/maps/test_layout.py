@@ -1,4 +1,4 @@
-"""The steps of a rule: the pasted function of the same map says in torch what they have to give."""
+"""The steps of a rule: the generated function of the same map gives the expected result in torch."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from ckptfix.repairing import repair, repair_state_dict
 
 
 def pasted(rename_map: RenameMap, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the function gives that a user pastes into a repository without ckptfix."""
+    """Return what the generated function gives in a repository without ckptfix."""
     namespace: dict[str, Any] = {}
     exec(python_code(rename_map), namespace)
     result: dict[str, torch.Tensor] = namespace["convert"](dict(state))
@@ -36,7 +36,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Tensors in which each element has a value of its own."""
+    """Return tensors in which every element has a different value."""
     start, result = 0, []
     for shape in shapes:
         numel = torch.Size(shape).numel()
@@ -142,7 +142,7 @@ def test_no_function_is_pasted_that_would_need_the_keys_of_a_target(source, targ
         python_code(a_map(source, target, *steps))
 
 
-# ---- any composition of the steps is a bijection, or refused
+# ---- any composition of the steps is a bijection or is refused
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,6 @@ def test_any_composition_is_a_bijection_or_refused(made):
     forth = repair(made.state, rename_map=made.rename_map, values=False)
     assert_equal(forth.state_dict(), pasted(made.rename_map, made.state))
     assert_equal(apply_plan(forth.plan.inverse(), forth.checkpoint).state_dict(), made.state)
-    with suppress(PlanError):  # sizes that are lost in one axis cannot always be told from the target
+    with suppress(PlanError):  # sizes that are merged into one axis do not always follow from the target
         back = resolve(inverse(made.rename_map), wanted, shapes)
         assert {key: move.shape for key, move in back.items()} == shapes

@@ -181,7 +181,7 @@ def test_a_shipped_map_fits_a_model_without_a_head_and_layers_without_a_bias():
 @proves("dinov2_transformers")
 @pytest.mark.parametrize("kind", ["", "swiglu", "registers"])
 def test_dinov2(kind: str):
-    """timm has its layers with the names of the authors, but for the packed ones and the registers."""
+    """timm uses the authors' names, except for the fused layers and the registers."""
     from timm.layers import SwiGLUPacked
     from timm.models.vision_transformer import VisionTransformer
     from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
@@ -199,7 +199,7 @@ def test_dinov2(kind: str):
         VisionTransformer(32, 8, embed_dim=48, depth=2, num_heads=4, num_classes=0, init_values=1, **own)
     )
     state = {"mask_token": torch.zeros(1, 48).double(), **source.state_dict()}
-    if kind == "registers":  # where the authors add a position to the class token
+    if kind == "registers":  # here the authors add a position to the class token
         state["register_tokens"] = state.pop("reg_token")
         state["pos_embed"] = torch.cat([torch.zeros(1, 1, 48), state["pos_embed"]], 1)
     elif kind:
@@ -257,7 +257,7 @@ def test_clip():
 @pytest.mark.slow
 @proves("open-clip-text_transformers", "open-clip-text_transformers-4")
 def test_the_text_tower_of_stable_diffusion_2():
-    """The whole file names it ``cond_stage_model.model``, and diffusers leaves the last layer out."""
+    """The complete file names it ``cond_stage_model.model``, and diffusers omits the last layer."""
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
     from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -307,7 +307,7 @@ def test_an_encoder_of_torch_and_bert():
 @proves("ldm-vae_diffusers", "ldm-unet_diffusers", "sgm-unet_diffusers")
 @pytest.mark.parametrize("name", ["ldm-vae_diffusers", "ldm-unet_diffusers", "sgm-unet_diffusers"])
 def test_stable_diffusion(name: str, tmp_path: Path):
-    """Backwards from diffusers' names; diffusers' own function has to bring them back."""
+    """In reverse from diffusers' names; diffusers' own function has to restore them."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from diffusers.loaders import single_file_utils as theirs
 
@@ -336,7 +336,7 @@ def test_stable_diffusion(name: str, tmp_path: Path):
     original = moved(state, name)
     assert_equal(convert({prefix + key: value for key, value in original.items()}, dict(model.config)), state)
     assert_equal(moved(original, name), state)
-    # A whole file has more than the model: nothing is applied unasked, unless diffusers itself says how.
+    # A complete file has more than the model: nothing is applied unless diffusers itself says how.
     (front,) = WITHIN[name]
     whole = {front + key: value for key, value in original.items()} | {"cond_stage_model.w": torch.ones(3, 3)}
     torch.save(state, like := tmp_path / "like.pth")
@@ -355,7 +355,7 @@ def test_stable_diffusion(name: str, tmp_path: Path):
 @pytest.mark.slow
 @proves("mmpretrain-swin_timm")
 def test_swin_of_mmpretrain_has_the_patches_of_a_channel_beside_each_other():
-    """Its ``PatchMerging`` unfolds an image, and timm's puts four slices of it one after another."""
+    """Its ``PatchMerging`` unfolds an image, while timm's concatenates four slices of it."""
     source = randomised(timm_swin())
     head = {key: value for key, value in source.state_dict().items() if key.startswith("head.")}
     original = moved(
@@ -377,7 +377,7 @@ def test_swin_of_mmpretrain_has_the_patches_of_a_channel_beside_each_other():
 @proves("flux_diffusers", "hunyuanvideo_diffusers")
 @pytest.mark.parametrize("name", ["flux_diffusers", "hunyuanvideo_diffusers"])
 def test_diffusion_transformers(name: str):
-    """Diffusers' own function, which knows one width only, makes the same; the halves of one layer are exchanged."""
+    """Diffusers' own function, which supports only one width, gives the same; the halves of one layer are swapped."""
     from accelerate import init_empty_weights
     from diffusers import FluxTransformer2DModel, HunyuanVideoTransformer3DModel
     from diffusers.loaders import single_file_utils as theirs
@@ -401,7 +401,7 @@ def test_diffusion_transformers(name: str):
 @proves("wan_diffusers", "z-image_diffusers")
 @pytest.mark.parametrize("name", ["wan_diffusers", "z-image_diffusers"])
 def test_wan_and_z_image(name: str, tmp_path: Path):
-    """Diffusers' own functions make the same, of the transformer alone and of the one file around it."""
+    """Diffusers' own functions give the same, for the transformer and for the complete file."""
     import diffusers
     from diffusers.loaders import single_file_utils as theirs
 
@@ -457,7 +457,7 @@ def test_stable_diffusion_3(depth: int, heads: int):
 @pytest.mark.slow
 @proves("nanogpt_transformers")
 def test_nanogpt():
-    """nanoGPT has GPT-2's names, and ``nn.Linear`` in the place of ``Conv1D``: square matrices are transposed too."""
+    """nanoGPT has GPT-2's names, with ``nn.Linear`` instead of ``Conv1D``: square matrices are transposed too."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     target = randomised(GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=99, n_positions=32)))
@@ -470,14 +470,14 @@ def test_nanogpt():
 
 
 def rotated(x: torch.Tensor, angle: float) -> torch.Tensor:
-    """Meta's: neighbours are a complex number."""
+    """Meta's form: neighbours make a complex number."""
     pairs = torch.view_as_complex(x.reshape(-1, 2))
     turns = torch.polar(torch.ones(len(pairs)).double(), angle / torch.arange(1, len(pairs) + 1).double())
     return torch.view_as_real(pairs * turns).reshape(-1)
 
 
 def rotated_by_halves(x: torch.Tensor, angle: float) -> torch.Tensor:
-    """That of transformers: the halves of a head are the two parts."""
+    """The form of transformers: the halves of a head are the two parts."""
     half = len(x) // 2
     turns = angle / torch.arange(1, half + 1).double()
     cos, sin = torch.cat([turns.cos()] * 2), torch.cat([turns.sin()] * 2)
@@ -585,7 +585,7 @@ def test_the_target_says_the_size_of_a_llamas_head(tmp_path: Path):
 
 
 class Dense(nn.Module):
-    """A dense block of ESRGAN as in both of its releases; ``wrap`` is how a convolution is kept."""
+    """A dense block of ESRGAN as in both of its releases; ``wrap`` places a convolution."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Recipes give the parameters in the very order in which the trainers themselves hand them to the optimizer."""
+"""Recipes give the parameters in the same order in which the trainers pass them to the optimizer."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -155,7 +155,7 @@ def test_a_model_without_blocks_has_no_layer_wise_groups():
     found = [naming.source for naming in namings(state, Layout(shapes))]
     assert found
     assert not any(source.startswith(("layer-wise", "BEiT")) for source in found)
-    signed = [{**group, "lr_scale": 1.0} for group in groups]  # which no other trainer puts there
+    signed = [{**group, "lr_scale": 1.0} for group in groups]  # no other trainer writes this
     (state,) = optimizers_in({"optimizer": {"state": rows, "param_groups": signed}})
     assert [naming.source for naming in namings(state, Layout(shapes))] == ["BEiT without layer-wise decay"]
 
@@ -249,7 +249,7 @@ def test_names_that_the_file_has_itself(groups, names):
     ],
 )
 def test_names_that_are_those_of_a_submodule_too(keys, expected):
-    """Nothing tells an optimizer of `model.enc.named_parameters()` from one of the model but the moments."""
+    """Only the moments distinguish an optimizer of `model.enc.named_parameters()` from one of the model."""
     specs = {key: TensorSpec("float32", (size,)) for key, size in keys.items()}
     rows = {0: {"exp_avg": TensorSpec("float32", (2,))}, 1: {"exp_avg": TensorSpec("float32", (3,))}}
     groups = [{"params": [0, 1], "param_names": ["a", "b"]}]

@@ -1,5 +1,5 @@
-"""The converters of the libraries themselves, asked as data: files in the layout of transformers 4 for models of
-release 5, and those of a model's authors for timm, diffusers and open_clip."""
+"""The libraries' own converters as data: files in the layout of transformers 4 for models of release 5, and files of a
+model's authors for timm, diffusers and open_clip."""
 
 import importlib
 import logging
@@ -212,7 +212,7 @@ def test_the_files_of_another_library_are_none_of_its_business():
 
 
 def sd3():
-    """Stable Diffusion 3 with the names of its authors, of which one block is the last of the text."""
+    """Stable Diffusion 3 with its authors' names; one block is the text's last."""
     from diffusers import SD3Transformer2DModel
     from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers as convert
 

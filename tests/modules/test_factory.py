@@ -1,4 +1,4 @@
-"""Targets made by a factory: where it is looked for, what it costs, and what the user sees when it fails."""
+"""Targets made by a factory: where it is searched, what it costs, and what users see if it fails."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Lightning modules with the arguments that the file holds: what reaches the class, and what does not."""
+"""Lightning modules with the arguments in the file: what reaches the class, and what does not."""
 
 import argparse
 import sys
@@ -102,7 +102,7 @@ def test_a_file_of_lightning_is_repaired_with_its_own_arguments(module, tmp_path
 
 
 def of(hyper_parameters, **more):
-    """The arguments that a builder gets for a file with these hyper-parameters."""
+    """Return the arguments that a builder gets for a file with these hyperparameters."""
     return {"state_dict": {"a": torch.zeros(1)}, "hyper_parameters": hyper_parameters, **more}
 
 
@@ -165,7 +165,7 @@ def test_objects_of_the_file_are_named_and_never_made(module, tmp_path):
     report = ckptfix.check(source, "lightning:nets_of_a_user:WithLoss", model_args={"loss": 1}, values=False)
     assert report.remarks[-1].endswith("class's defaults: act (torch.nn.modules.activation.GELU)")
     assert report.call is not None
-    assert report.call.given["model_args"] == {"loss": 1}  # a printed call repeats what was given, and no more
+    assert report.call.given["model_args"] == {"loss": 1}  # a printed call repeats only what was given
     said = r"needs loss, .* an object \(torch.nn.modules.loss.L1Loss\).*: model=.nets_of_a_user:FUNCTION"
     with pytest.raises(TargetError, match=said):
         ckptfix.check(source, "lightning:nets_of_a_user:WithLoss")

@@ -1,4 +1,4 @@
-"""Models by name: what a name means, what is said of a wrong one, and one repair for each row of docs/models.md."""
+"""Models by name: what a name means, the error for a wrong one, and one repair for each row of docs/models.md."""
 
 import json
 import logging
@@ -109,7 +109,7 @@ def test_a_package_that_is_not_installed(spec, package, monkeypatch):
 
 
 class _Hiding:
-    """An importer that knows of a module that it is not there."""
+    """An importer that hides a module."""
 
     def __init__(self, module: str) -> None:
         self.module = module
@@ -172,7 +172,7 @@ def test_arguments_that_ask_for_weights_fetch_none(spec):
 
 
 def find_tiny(name: str):
-    """The scheme of another package."""
+    """Return the scheme of another package."""
     if name != "tiny":
         raise LookupError(f"there is no {name}; there is tiny")
     return lambda width=2: nn.Linear(width, width)
@@ -251,7 +251,7 @@ NAMED = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the configurations that the lines of the table name."""
+    """Write a folder with the configurations that the rows of the table name."""
     import diffusers
     import transformers
 
@@ -283,7 +283,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("row", NAMED)
 def test_a_line_of_the_table_repairs_its_file_and_the_model_runs(row, folders, tmp_path, monkeypatch):
     monkeypatch.chdir(folders)
-    # This torchvision has no compiled operators; tests/peers gives it the one that has no other form.
+    # This torchvision has no compiled operators; tests/peers supplies the one without a Python version.
     monkeypatch.setattr("torchvision.ops.boxes._assert_has_ops", lambda: None)
     arguments = SMALL.get(row, {})
     model = build_module(row, arguments)

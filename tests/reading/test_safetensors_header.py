@@ -1,4 +1,4 @@
-"""A header whose length is wrong is read where its JSON shows where it ends."""
+"""A header with a wrong length is read if its JSON shows where it ends."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ STATE_DICT = {"a": torch.arange(1.0, 40.0), "b": torch.arange(5.0, 30.0)}
 
 
 def padded(spaces: int) -> bytes:
-    """A file whose header has so many spaces behind it."""
+    """Write a file whose header is followed by this many spaces."""
     return next(
         data
         for size in range(8)

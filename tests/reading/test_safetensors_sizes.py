@@ -1,4 +1,4 @@
-"""Files whose size is not that of their layout: no tensor is another one without a warning that names it."""
+"""Files whose size differs from their layout: no tensor is mistaken for another without a warning that names it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +42,7 @@ def doubted(checkpoint: Checkpoint) -> set[str]:
 
 
 def wrong(checkpoint: Checkpoint, state_dict: Mapping[str, torch.Tensor]) -> set[str]:
-    """The keys whose bytes are not those that were saved."""
+    """Return the keys whose bytes differ from the saved ones."""
     return {key for key in checkpoint.specs if bytes_of(checkpoint.read(key)) != bytes_of(state_dict[key])}
 
 

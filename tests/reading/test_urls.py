@@ -1,4 +1,4 @@
-"""Checkpoints behind URLs: the same as on this machine, and little of them is fetched."""
+"""Checkpoints at URLs: the same results as for local files, and little is fetched."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def wrapped(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def sparse_safetensors(file: Path, tensors: int, nbytes: int) -> None:
-    """A file whose tensors are holes: they take no room on the disk."""
+    """Write a sparse file whose tensors take no room on the disk."""
     shape = [nbytes // 2048, 1024]
     header = {
         f"module.layers.{n}.weight": {"dtype": "F16", "shape": shape, "data_offsets": [n * nbytes, (n + 1) * nbytes]}

@@ -96,7 +96,7 @@ def test_a_rename_is_no_change_of_values():
 
 
 def test_a_command_for_each_set_of_weights():
-    """What a pick may cure is not cured by another flag before it."""
+    """What a choice may solve is not solved by another flag before it."""
     sets = replace(
         MISMATCH,
         code="KEY104",
@@ -111,7 +111,7 @@ def test_a_command_for_each_set_of_weights():
 
 
 def test_what_becomes_untrained_is_of_the_set_that_was_taken():
-    """Of the other one nothing is known yet: its price would be another."""
+    """Nothing is known about the other one yet: its price would differ."""
     sets = replace(MISMATCH, code="FIL101", remedies=tuple(Remedy((("weights", name),), "takes it") for name in "qk"))
     fill = Remedy((("fill", "target"),), "takes the model's", (("fc.weight", 4),))
     lines = told(report(sets, replace(MISSING, remedies=(fill,)), coverage=Coverage(4, 8, 0, 0)))
@@ -161,7 +161,7 @@ def layers(*sizes: int) -> nn.Sequential:
 
 
 def adapted() -> dict[str, torch.Tensor]:
-    """A LoRA that was not merged: its layers have other names, and what was trained is beside them."""
+    """An unmerged LoRA: its layers have other names, and the trained part is next to them."""
     state = {}
     for key, value in layers(8, 8, 8).state_dict().items():
         path, _, leaf = key.rpartition(".")
@@ -195,7 +195,7 @@ def transposed(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_a_check_gives_the_command_for_a_layout_that_a_repair_restores(tmp_path, monkeypatch):
-    """What a safe fix cures forbids its own command nothing."""
+    """A problem that a safe fix solves does not block its command."""
     monkeypatch.chdir(tmp_path)
     torch.save({"proj.weight": torch.randn(8, 8, 1, 1), "proj.bias": torch.randn(8)}, "conv.pth")
     torch.save({"proj.weight": torch.randn(8, 8), "proj.bias": torch.randn(8)}, "linear.pth")
@@ -228,7 +228,7 @@ def two_networks(model: nn.Module) -> dict[str, torch.Tensor]:
     ("make", "option"), [(int8, "--unsafe-fixes"), (two_networks, "--weights online_model")], ids=["int8", "ema"]
 )
 def test_a_check_gives_a_command_that_works(make, option, tmp_path, monkeypatch):
-    """What another rule's fix covers, or is of no set that the names allow, forbids it nothing."""
+    """Keys covered by another rule's fix, or outside of all sets that the names allow, do not block it."""
     monkeypatch.chdir(tmp_path)
     model = layers(8, 8, 6)
     torch.save(make(model), "old.pth")

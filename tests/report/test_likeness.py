@@ -1,4 +1,4 @@
-"""What a file is like, in one line and with the command that goes on from there."""
+"""The model that a file resembles, in one line and with the command for the next step."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Packed streams that end early or fail: every byte that a decoder can make comes out."""
+"""Compressed streams that end early or fail: every byte that a decoder can produce is returned."""
 
 import bz2
 import lzma
@@ -56,7 +56,7 @@ def test_a_cut_stream_gives_the_head_and_says_no_fault(name: str, chunk: int, mo
 
 @pytest.mark.parametrize(("name", "place"), [("xz", -30), ("bzip2", -3)])
 def test_a_wrong_checksum_after_the_bytes_costs_the_last_block(name: str, place: int) -> None:
-    """A decoder that fails hands out nothing of that call."""
+    """A failing decoder returns nothing from that call."""
     pack, make = PACKERS[name]
     packed = bytearray(pack(RAW))
     packed[place] ^= 1

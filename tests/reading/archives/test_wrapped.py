@@ -46,14 +46,14 @@ def with_size_apart(name: str, data: bytes) -> bytes:
         info.size, info.pax_headers = len(data), {"size": str(len(data))}
         archive.addfile(info, io.BytesIO(data))
     written = bytearray(buffer.getvalue())
-    header = memoryview(written)[1024:1536]  # after that of the extended header, and what this says
+    header = memoryview(written)[1024:1536]  # after the extended header and its content
     header[124:136], header[148:156] = b"0" * 11 + b"\0", b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     return bytes(written)
 
 
 def seventh_edition(name: str, data: bytes) -> bytes:
-    """A tar archive as Unix wrote it before there was a magic in its headers."""
+    """Return a tar archive in the old Unix format without a magic number."""
     archive = bytearray(tarred({name: data}))
     archive[257:512] = bytes(255)
     archive[148:156] = b" " * 8
@@ -107,7 +107,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapped_checkpoint_reads_as_the_bare_one(tmp_path: Path, wrapper: str, checkpoint: str) -> None:
-    path = tmp_path / "named.pth"  # the suffix says nothing
+    path = tmp_path / "named.pth"  # the suffix does not matter
     path.write_bytes(WRAPPERS[wrapper](CHECKPOINTS[checkpoint]))
     opened = ckptfix.open_checkpoint(path)
     assert opened.path == str(path)
@@ -325,7 +325,7 @@ def test_the_policy_of_stable_baselines3_is_the_checkpoint(tmp_path: Path, varia
 
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
 def test_a_plain_pickle_beside_weights_is_no_choice(tmp_path: Path, is_zip: bool) -> None:
-    """medaka's archives have what builds the model in one; alone it is what the archive holds."""
+    """medaka's archives contain the code that builds the model; without it, they hold only the state."""
     file = io.BytesIO()
     torch.save({"fc.weight": torch.ones(2)}, file, _use_new_zipfile_serialization=is_zip)
     path = tmp_path / "model.tar.gz"

@@ -1,4 +1,4 @@
-"""What the directory of an archive says, whole or damaged."""
+"""The directory of an archive, intact or damaged."""
 
 import io
 import re
@@ -22,7 +22,7 @@ KINDS = ("torch", "torch without checksums", "ckptfix", "deflated")
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Archives whose headers say the sizes, and those whose descriptors do."""
+    """Return archives whose headers have the sizes, and archives whose descriptors do."""
     from ckptfix import open_checkpoint
 
     path, written = tmp_path_factory.mktemp("plain") / "f.pth", io.BytesIO()

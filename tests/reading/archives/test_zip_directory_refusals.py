@@ -1,4 +1,4 @@
-"""What torch refuses of a zip archive in which every byte can be found: a finding, and a file that it reads."""
+"""Zip archives that torch refuses although every byte can be found: a finding, and a file that torch reads."""
 
 import io
 import zipfile
@@ -18,7 +18,7 @@ NAME = "archive/data/1"
 
 
 def defects(file: Path) -> list[Finding]:
-    """The findings that are more than notes: one of these says that members are compressed."""
+    """Return the findings above notes: one note says that members are compressed."""
     return [finding for finding in ckptfix.check(file).findings if finding.level > Level.NOTE]
 
 
@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def assert_rewritten(file: Path, data: bytes, said: str) -> None:
-    """torch fails on the file, ckptfix says why, reads it all, and writes what torch reads."""
+    """torch fails on the file; ckptfix says why, reads all of it, and writes a file that torch reads."""
     file.write_bytes(data)
     with pytest.raises((RuntimeError, ValueError)):
         torch.load(file)
@@ -102,7 +102,7 @@ def test_a_zip64_record_that_is_not_where_it_is_said_to_be(file: Path) -> None:
     assert archive.data[archive.end - 20 : archive.end - 16] == b"PK\x06\x07"
     archive.put(archive.end - 20, (8, 8), 7)
     file.write_bytes(archive.data)
-    assert is_read(file)  # by the plain end record, which says the same as long as numbers are small
+    assert is_read(file)  # by the plain end record, which is equal as long as numbers are small
     assert not defects(file)
     said = "a zip64 directory whose end record is not where it claims to be"
     for name in ("count", "place"):
@@ -135,7 +135,7 @@ def test_a_field_of_zip64_that_only_torch_looks_at(
     [("attributes", 0x10, "that is marked as a folder"), ("method", 8, "packed by two different methods")],
 )
 def test_a_member_that_torch_reads_as_anything(file: Path, field: str, value: int, said: str) -> None:
-    """torch gives memory that nobody wrote to, or what it unpacks from bytes that are not packed, and no error."""
+    """torch returns uninitialised memory, or decompresses bytes that are not compressed, without an error."""
     archive = Zip(saved(WEIGHTS))
     archive.put(archive.entries[NAME], CENTRAL[field], value)
     file.write_bytes(archive.data)

@@ -1,4 +1,4 @@
-"""Single bits of a zip archive that say something else: every tensor comes back, or is named."""
+"""Flipped bits in the structure of a zip archive: every tensor is recovered, or named."""
 
 import contextlib
 import io
@@ -80,7 +80,7 @@ def test_a_damaged_header_is_named(file: Path) -> None:
 
 
 def assert_damaged(file: Path, data: bytes) -> None:
-    """One tensor is named as damaged, and the others come back."""
+    """One tensor is named as damaged, and the others are recovered."""
     file.write_bytes(data)
     (found,) = (found for found in ckptfix.check(file, salvage=True).findings if found.code == "FIL201" and found.fix)
     assert found.keys == ("layer1.weight",)
@@ -186,4 +186,4 @@ def test_lzma_members_with_other_properties_end_in_an_error_or_a_checkpoint(file
         with contextlib.suppress(ckptfix.UnreadableError):
             assert_same(dict(ckptfix.open_checkpoint(file).state_dict()), WEIGHTS)
             read.append(properties)
-    assert read == [93]  # lc 3, lp 0, pb 2: what everybody writes
+    assert read == [93]  # lc 3, lp 0, pb 2: the usual settings

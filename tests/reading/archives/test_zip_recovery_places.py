@@ -1,4 +1,4 @@
-"""Members that are not where the directory says, or not what it calls them: the right bytes, a finding, or none."""
+"""Members that are elsewhere or named otherwise than in the directory: the right bytes, a finding, or nothing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ def write(file: Path, archive: Zip) -> Path:
 
 
 def loads(file: Path) -> bool:
-    """Whether torch reads the weights as they were."""
+    """Return whether torch reads the original weights."""
     try:
         found = torch.load(file)
     except RuntimeError:
@@ -36,7 +36,7 @@ def loads(file: Path) -> bool:
 
 @pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "none"])
 def test_a_header_with_another_name_is_no_damage(file: Path, checksums: bool) -> None:
-    """torch reads no name but that in the directory. The other member has a header of its own."""
+    """torch only reads the name in the directory. The other member has its own header."""
     archive = Zip(saved(WEIGHTS, checksums))
     archive.data[archive.headers[FIRST] + 43] = ord("2")
     assert loads(write(file, archive))
@@ -108,7 +108,7 @@ def test_two_members_with_each_others_names_are_in_doubt(file: Path, where: str,
 
 
 def test_bytes_of_whole_members_that_are_gone_cost_these_members(file: Path) -> None:
-    """Each place before the gap is then that of another member."""
+    """Each position before the gap then belongs to another member."""
     weights = {f"layer{n}.bias": torch.rand(9) + n for n in range(20)}
     archive = Zip(saved(weights))
     start, stop = archive.headers["archive/data/8"], archive.headers["archive/data/10"]

@@ -1,4 +1,4 @@
-"""Members of an archive that has lost its directory: what is after the last one tells whether it is whole."""
+"""Members of an archive without its directory: what follows the last one shows whether it is complete."""
 
 from pathlib import Path
 

@@ -34,7 +34,7 @@ def saved(weights: dict[str, Any], checksums: bool = True) -> bytes:
 
 
 class Zip:
-    """The bytes of an archive, and the positions of its records."""
+    """The bytes of an archive and the positions of its records."""
 
     def __init__(self, data: bytes) -> None:
         self.data = bytearray(data)

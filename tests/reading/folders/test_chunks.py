@@ -1,4 +1,4 @@
-"""A tensor in boxes reads as the whole tensor, whatever the boxes and wherever the reading begins."""
+"""A tensor in boxes reads as the whole tensor, whatever the boxes and wherever reading starts."""
 
 from itertools import pairwise, product
 
@@ -88,7 +88,7 @@ def test_boxes_fill_a_shape_if_they_have_each_element_once(parts: list[tuple[int
 
 
 def test_staggered_boxes_are_checked_in_bounded_time() -> None:
-    """Any line through them crosses as many boxes as it can."""
+    """Any line through them crosses the largest possible number of boxes."""
     size = 10_000
     boxes = [box_at((start, row), (stop - start, 1)) for row in range(size) for start, stop in ((0, row), (row, size))]
     with bounded():

@@ -53,7 +53,7 @@ def saved(tmp_path: Path) -> Path:
         "history": [torch.zeros(1), {"loss": torch.ones(1)}],
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that no process group is there
+        warnings.simplefilter("ignore")  # torch warns that there is no process group
         save(container, checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -133,7 +133,7 @@ def test_the_container_of_lightning_is_as_its_trainer_reads_it_from_one_file(tmp
     states = [{"state": {"conv.weight": {"exp_avg": torch.full((2,), float(at))}}} for at in range(11)]
     saved = {"model": STATE, **{f"optimizer_{at}": state for at, state in enumerate(states)}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that no process group is there
+        warnings.simplefilter("ignore")  # torch warns that there is no process group
         save(saved, checkpoint_id=tmp_path / "last.ckpt", no_dist=True)
     torch.save({"epoch": 2, "pytorch-lightning_version": "2.6.6"}, tmp_path / "last.ckpt" / "meta.pt")
     ckptfix.repair(tmp_path / "last.ckpt", output=tmp_path / "one.ckpt")
@@ -210,7 +210,7 @@ def test_chunks_that_are_strided_views(tmp_path: Path) -> None:
 
 
 def chunked(folder: Path) -> Metadata:
-    """A tensor in two files, and another that is in the first alone."""
+    """A tensor in two files, and another in only the first."""
     whole = torch.arange(12.0).reshape(4, 3)
     parts = [((0, 0), whole[:2].clone()), ((2, 0), whole[2:].clone())]
     return write_chunks(folder, {"a": (torch.ones(2), [((0,), torch.ones(2))]), "w": (whole, parts)})
@@ -218,7 +218,7 @@ def chunked(folder: Path) -> Metadata:
 
 @pytest.mark.parametrize("change", ["none", "average", "copied"])
 def test_a_file_that_was_copied_over_that_of_another_rank(tmp_path: Path, change: str) -> None:
-    """A model and its average may have equal values, in a file each."""
+    """A model and its average may have equal values, each in its own file."""
     whole = torch.randn(8, 5)
     halves = [((0, 0), whole[:4].clone()), ((4, 0), whole[4:].clone())]
     tensors: dict[str, Any] = {
@@ -265,7 +265,7 @@ def stepped(folder: Path, steps: Sequence[Sequence[int]], is_shared: bool = True
     ],
 )
 def test_a_file_of_another_step(tmp_path: Path, steps: list[list[int]], is_shared: bool, odd: list[str]) -> None:
-    """All sizes are the same; nothing but the counters says of which save a file is."""
+    """All sizes are equal; only the counters show which save a file belongs to."""
     stepped(tmp_path, steps, is_shared)
     report = ckptfix.check(tmp_path, weights="optimizer.state.layers.0.weight")
     found = [finding.message for finding in report.findings if finding.code == "FIL105"]
@@ -325,7 +325,7 @@ def test_damage_costs_the_tensors_that_it_touches(tmp_path: Path, spoil: Any, sa
 
 
 def test_a_part_that_is_cut_short_costs_what_lies_behind_the_cut(saved: Path, tmp_path: Path) -> None:
-    """Of a file that torch wrote, at every place: all tensors before the cut, whole, and none after it."""
+    """A file written by torch, truncated at every position: all tensors before the cut are intact, none after it."""
     (path,) = saved.glob("*.distcp")
     data = path.read_bytes()
     keys = ("conv.weight", "bn.running_var")  # the others are too small to be found by their bytes, or lie transposed
@@ -390,7 +390,7 @@ Ranks = list[dict[str, tuple[Tensor, Sequence[Part]]]]
 
 
 def write_ranks(folder: Path, ranks: Ranks) -> None:
-    """What ranks write that do not talk to each other: files of their own, each with its own metadata."""
+    """What ranks write that do not communicate: their own files, each with its own metadata."""
     for rank, tensors in enumerate(ranks):
         metadata = write_chunks(folder / f"of {rank}", tensors)
         for index, info in list(metadata.storage_data.items()):
@@ -565,7 +565,7 @@ def test_several_steps_in_a_folder_are_not_chosen_from(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_link", [True, False], ids=["link", "text"])
 def test_the_step_that_a_link_names_the_latest(tmp_path: Path, is_link: bool) -> None:
-    """As Composer leaves them; what it has uploaded is a text in the place of the link."""
+    """As Composer leaves them: an uploaded file is replaced by text instead of a link."""
     for step in (1, 2, 3):
         save({"a": torch.full((2,), float(step))}, checkpoint_id=tmp_path / f"ep0-ba{step}", no_dist=True)
     if is_link:

@@ -44,7 +44,7 @@ def shards(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("distributed", [False, True], ids=["with an index", "a shard for each rank"])
 def test_what_torch_wrote_comes_back(distributed: bool, tmp_path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that no process group is there
+        warnings.simplefilter("ignore")  # torch warns that there is no process group
         writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=distributed)
         save(dict(WHOLE), storage_writer=writer, no_dist=True)
     checkpoint = ckptfix.open_checkpoint(tmp_path)

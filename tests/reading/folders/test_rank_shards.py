@@ -1,4 +1,4 @@
-"""One rank's part of a distributed checkpoint is told from a checkpoint that is whole by itself."""
+"""One rank's part of a distributed checkpoint is distinguished from a complete checkpoint."""
 
 from collections import OrderedDict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint is JSON with file names in it, and none of them is believed."""
+"""The index of a sharded checkpoint is JSON with file names, none of which is trusted."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What is not a checkpoint is named for what it is; what may be one, and noise, are not."""
+"""Files that are not checkpoints are named for what they are; possible checkpoints and noise are not."""
 
 import base64
 import gzip
@@ -139,7 +139,7 @@ def test_a_name_speaks_where_bytes_say_nothing(name: str, message: str, tmp_path
 
 @pytest.mark.parametrize("name", ["model.pth", "model.pth.part"])
 def test_what_a_format_says_of_its_own_file_stands(name: str, tmp_path: Path) -> None:
-    """Bytes that look random and names of downloads are the last resort: this is a pickle that is damaged."""
+    """Random-looking bytes and names of downloads are only the last resort: this is a damaged pickle."""
     path = tmp_path / name
     path.write_bytes(b"\x80\x02" + NOISE)
     with pytest.raises(UnreadableError) as caught:

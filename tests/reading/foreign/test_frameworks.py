@@ -1,4 +1,4 @@
-"""Models of other frameworks are recognised by how they begin, noise is not."""
+"""Models of other frameworks are recognised by their first bytes; noise is not."""
 
 import random
 
@@ -42,7 +42,7 @@ MODELS = {
 @pytest.mark.parametrize("cut", [0, 3])
 @pytest.mark.parametrize(("said", "data"), MODELS.items(), ids=MODELS)
 def test_a_model_is_named(said: str, data: bytes, cut: int) -> None:
-    """A file that is cut short is still that of a model; only a table is told by its end."""
+    """A truncated file is still recognised as a model; only a table is recognised by its end."""
     named = name_foreign_file(Content("f", data[: len(data) - cut])) or ""
     assert named.startswith(f"f: {said}") != (cut > 0 and "index" in said)
 

@@ -1,4 +1,4 @@
-"""Archives are named by what is in them, and what may be a checkpoint among it is left to the user."""
+"""Archives are named by their content, and possible checkpoints in them are left to the user."""
 
 from pathlib import Path
 

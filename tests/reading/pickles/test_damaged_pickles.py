@@ -1,4 +1,4 @@
-"""Plain pickles that are damaged on the way: what comes before the damage is read, and never a wrong byte unsaid."""
+"""Damaged plain pickles: what comes before the damage is read, and no wrong byte goes unreported."""
 
 import pickle
 import pickletools
@@ -101,7 +101,7 @@ def mutated(random_: random.Random, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_damage_gives_wrong_bytes_unsaid(form: str, tmp_path: Path) -> None:
-    """A seeded sample: bytes lost, doubled, inserted, or all behind a place."""
+    """A seeded sample: bytes are lost, doubled or inserted, or everything after a place is lost."""
     random_, path = random.Random(form), tmp_path / "mutated.pkl"
     for _ in range(12):
         path.write_bytes(mutated(random_, FORMS[form]) or b"\0")

@@ -69,12 +69,12 @@ def torch_pickle() -> bytes:
 
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the machine a file of which one byte at a time is in memory, so that no opcode is done in line."""
+    """Gives the interpreter a file with one byte in memory at a time, so that no opcode takes the fast path."""
     monkeypatch.setattr("ckptfix.reading.pickles.stream._WINDOW", 1)
 
 
 def outcome(data: Buffer, limit: int | None = None) -> tuple[str, int | None, int, str]:
-    """What the machine makes of a pickle: the value, where it ends, what is left of the limits, and the error."""
+    """Return the value of a pickle, where it ends, what is left of the limits, and the error."""
     bounds = Bounds("f.pth", len(data))
     if limit is not None:
         bounds.left = limit

@@ -317,7 +317,7 @@ def test_the_answer_is_the_same_on_every_python(version, monkeypatch):
 
 
 def test_every_trusted_name_is_one_that_exists_in_some_release():
-    """A line that is misspelt would trust nothing."""
+    """A misspelt line would not trust anything."""
     for name in ("collections.OrderedDict", "zoneinfo.ZoneInfo._unpickle", "numpy._core.multiarray.scalar"):
         assert is_trusted(name)
     assert is_trusted("builtins.len")  # of a defaultdict that numbers what it is asked for

@@ -1,4 +1,4 @@
-"""The bytes of a pickle come alike from memory and, a window at a time, from a file."""
+"""The bytes of a pickle are the same from memory and, a window at a time, from a file."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Plain pickles that end early: what was whole by then, and never a wrong byte."""
+"""Plain pickles that end early: everything complete by then is read, and never a wrong byte."""
 
 import pickle
 from collections import OrderedDict

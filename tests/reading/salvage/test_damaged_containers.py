@@ -1,4 +1,4 @@
-"""Damaged archives and compressed files: the true cause, and every tensor of which all bytes came out of them."""
+"""Damaged archives and compressed files: the true cause, and every tensor whose bytes were all recovered."""
 
 import bz2
 import gzip
@@ -88,7 +88,7 @@ def cause_is_first(checkpoint: ckptfix.Checkpoint, cause: str) -> bool:
 @pytest.mark.parametrize("inner", ["zip", "legacy", "safetensors"])
 @pytest.mark.parametrize("wrapper", ["gzip", "xz", "zip, deflated"])
 def test_zeros_that_were_never_filled_are_not_unpacked(file: Path, wrapper: str, inner: str) -> None:
-    """A decoder makes bytes of zeros, and these would end in a tensor."""
+    """A decoder fills up with zeros, which would end up in a tensor."""
     data = WRAPPERS[wrapper][0](INNER[inner])
     for share in (0.3, 0.5, 0.7, 0.9):
         cut = int(share * len(data))

@@ -1,4 +1,4 @@
-"""Damaged files: exactly the tensors whose bytes are whole, bit for bit, or an error that is meant."""
+"""Damaged files: exactly the intact tensors, bit for bit, or an intended error."""
 
 import io
 import re
@@ -22,7 +22,7 @@ Saved = Callable[[StateDict], bytes]
 
 
 def _tensors() -> StateDict:
-    """No tensor holds a zero byte, so that the end of every one can be told from zeros after it."""
+    """No tensor contains a zero byte, so that the end of each can be distinguished from zeros after it."""
     generator = torch.Generator().manual_seed(1)
 
     def dense(*shape: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ FORMS: dict[str, Saved] = {
 
 
 def _places(data: bytes, state_dict: StateDict) -> dict[str, tuple[int, int]]:
-    """Where the bytes of every tensor lie in the file."""
+    """Return where the bytes of every tensor are in the file."""
     starts = {key: data.index(bytes_of(tensor)) for key, tensor in state_dict.items()}
     return {key: (start, start + len(bytes_of(state_dict[key]))) for key, start in starts.items()}
 
@@ -320,7 +320,7 @@ def test_no_damaged_end_gives_a_wrong_byte(
     }
     data = FORMS[form](state_dict)
     cut = int(share * len(data))
-    is_told = form.startswith("zip")  # the other formats have nothing behind their last tensor that must not be zero
+    is_told = form.startswith("zip")  # the other formats have nothing after their last tensor that must not be zero
     damaged = data[:cut] + bytes(len(data) - cut if zeros and is_told else 0)
     checkpoint = _salvaged(tmp_path_factory.mktemp("damaged") / "file.pth", damaged)
     if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""Zeros at the end of a file: those that training left, and those of a transfer that stopped."""
+"""Zeros at the end of a file: from training, or from an interrupted transfer."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_a_transfer_that_stopped_in_a_file_of_another_size(size: int, tmp_path: 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("zeros", [600, 3000])
 def test_zeros_at_the_cut_are_no_data_of_a_view(zeros: int, legacy: bool, tmp_path: Path) -> None:
-    """The file ends in zeros inside of a storage that two tensors view."""
+    """The file ends with zeros inside a storage that two tensors view."""
     flat = dense(4096)
     path = tmp_path / "views.pth"
     torch.save({"first": flat[:1000], "second": flat[1000:]}, path, _use_new_zipfile_serialization=not legacy)

@@ -146,7 +146,7 @@ def test_an_extra_state_does_not_hide_its_state_dict(tmp_path):
 
 
 class VecNormalize:
-    """What stable-baselines3 pickles beside its models."""
+    """What stable-baselines3 pickles next to its models."""
 
 
 def test_running_statistics_and_a_random_state_are_no_weights(tmp_path):

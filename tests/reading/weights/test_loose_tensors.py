@@ -1,4 +1,4 @@
-"""Tensors in plain attributes of whole models: named where they would be lost, and nowhere else."""
+"""Tensors in plain attributes of whole models are named if they would be lost, and otherwise not."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +82,7 @@ class Hook:
         self.kept = torch.ones(5)
 
     def __call__(self, *_: Any) -> None:
-        """Looks on."""
+        """Does nothing."""
 
 
 def itself() -> Any:
@@ -138,7 +138,7 @@ def remarks(path: Path) -> list[tuple[str, str]]:
 
 
 class Detect(nn.Module):
-    """A head as YOLO's, whose strides are worked out once and never registered."""
+    """A head like YOLO's, whose strides are computed once and never registered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def striding() -> Any:
 
 
 class Settings:
-    """An object that is no module."""
+    """An object that is not a module."""
 
     def __init__(self) -> None:
         self.sizes = {"base": (torch.ones(3), 5)}

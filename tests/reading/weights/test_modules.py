@@ -16,7 +16,7 @@ from tests.reading.state_dicts import same
 
 
 class Net(torch.nn.Module):
-    """A module with all that a state_dict looks at, and with what it passes over."""
+    """A module with everything that a state_dict considers, and everything that it ignores."""
 
     def __init__(self) -> None:
         super().__init__()

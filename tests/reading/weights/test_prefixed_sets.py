@@ -86,7 +86,7 @@ PATH = st.lists(SEGMENT, min_size=1, max_size=3).map(".".join)
 @settings(max_examples=40, deadline=None)
 @given(st.sets(PATH, min_size=1), st.sets(SEGMENT, min_size=2, max_size=3))
 def test_each_set_has_its_own_keys_and_no_other(names, prefixes):
-    """Whatever the names inside are, those of prefixes among them: the sets are a partition of the keys."""
+    """Whatever the names inside are, even those of prefixes, the sets partition the keys."""
     keys = [f"{prefix}.{name}" for prefix in prefixes for name in names]
     picked = {prefix: keys_of_set(keys, prefix) for prefix in prefixes}
     assert all(sorted(of_set.values()) == sorted(names) for of_set in picked.values())
@@ -204,7 +204,7 @@ def test_names_that_only_begin_like_an_average_are_not_one():
 
 @pytest.mark.parametrize(("names", "counters", "sets"), MANGLED.values(), ids=MANGLED)
 def test_what_is_not_averaged_comes_with_the_average(names, counters, sets):
-    """Neither LitEma nor mmcv averages buffers: half of the tensors of a network with norms."""
+    """Neither LitEma nor mmcv averages buffers, which are half of the tensors of a network with norms."""
     front = "model." if sets[0] == "model" else ""
     buffers = [f"{front}out.{at}.{leaf}" for at in (0, 1) for leaf in ("running_mean", "num_batches_tracked")]
     state = {key: torch.ones(1) for key in (*names, *buffers, *names.values(), *counters)}

@@ -279,7 +279,7 @@ def test_paper_has_all_files(browser, show):
 
 
 def test_paper_has_whole_texts(browser, show):
-    """Nothing is left to be scrolled to, or behind an ellipsis."""
+    """Nothing has to be scrolled to or is hidden by an ellipsis."""
     lost = record("lost.pth", "unreadable", error="the file is cut short in the middle of it; " * 20)
     show([lost, *(undecided(f"{number:03}.pth") | {"command": f"ckptfix migrate {number}"} for number in range(60))])
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})

@@ -9,7 +9,7 @@ def row(line):
 
 
 def test_a_file_of_nothing():
-    """What an error leaves of a file: no more than its name."""
+    """An error leaves only the name of a file."""
     line = {"source": "a.pth", "outcome": "failed", "error": "gone"}
     assert {name: value for name, value in row(line).items() if value} == {
         "name": "a.pth",
@@ -66,7 +66,7 @@ def test_the_account_of_an_undecided_file():
 
 
 def test_no_file_is_accepted_along_with_others():
-    """Its recommended repair has a value for the user to fill in: only the page of the file has the other ways."""
+    """The user has to fill in a value of the recommended repair: only the page of the file has the other ways."""
     ways = [
         {"options": {"fill": "FILE"}, "text": "", "command": None},
         {"options": {}, "text": "", "command": "accept"},

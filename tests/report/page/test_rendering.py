@@ -56,7 +56,7 @@ def test_weights_come_in_any_order_and_of_strangers_not_at_all():
 
 
 def test_hostile_names_stay_data():
-    """The page of hostile names has the very elements of a page of harmless ones, and gives every name back."""
+    """The page of hostile names has the same elements as a page of harmless ones, and shows every name correctly."""
     records, lines = hostile_zoo()
     harmless = [repaired(f"{number}.pth") for number in range(len(HOSTILE))]
     plain = Page(page_text("t", harmless, [weights(line["source"]) for line in harmless]))

@@ -56,7 +56,7 @@ def test_a_line():
 
 
 def test_only_rules_about_values_flag():
-    """A wrapper prefix names every key, and says nothing of the weights."""
+    """A wrapper prefix renames every key and says nothing about the weights."""
     made = report(finding("KEY102", "a", "b"), finding("FIT103", "a"), finding("RUN102", "a"), figures=FIGURES)
     assert [layer["flagged"] for layer in weights_to_json(made)["layers"]] == [["RUN102"], []]
 

@@ -1,4 +1,4 @@
-"""Ranks whose files differ from the first one's only near their beginning: what is read of them is what they hold."""
+"""Ranks whose files differ from the first one only near the beginning are read correctly."""
 
 import os
 import zipfile
@@ -39,7 +39,7 @@ def _save(folder: Path, change: Callable[[int, dict[str, Any]], None] = lambda r
 
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each rank after the first was read by what it has in common with that."""
+    """Record whether each rank after the first was read by comparison with earlier ones."""
     found: list[bool] = []
     leaves = AlikeRanks.leaves
 
@@ -101,7 +101,7 @@ def test_shards_of_fsdp_1_are_those_of_their_rank(
 
 
 def test_a_number_that_is_not_of_the_rank_is_read(tmp_path: Path, alike: list[bool]) -> None:
-    """Beside the shards of FSDP 1, whose own numbers differ."""
+    """Next to the shards of FSDP 1, whose numbers differ."""
     _save_sharded(tmp_path, [2, 2, 2], _step)
     with pytest.raises(UnreadableError, match=r"different saves: model_world_size_3_rank_2\.pt"):
         ckptfix.open_checkpoint(tmp_path)
@@ -123,7 +123,7 @@ def test_what_follows_the_mesh_is_read_once(tmp_path: Path, alike: list[bool], n
 
 
 def test_each_rank_has_a_device_of_its_own(tmp_path: Path, alike: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks of one machine have."""
+    """As on ranks of one machine."""
     at = [0]
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: f"cuda:{at[0]}")
 
@@ -172,7 +172,7 @@ def _other_names(rank: int, state: dict[str, Any]) -> None:
 
 
 class Runs:
-    """What would run code if the pickle were loaded."""
+    """An object that would run code if the pickle were loaded."""
 
     def __reduce__(self) -> Any:
         return os.system, ("true",)

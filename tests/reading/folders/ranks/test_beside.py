@@ -1,4 +1,4 @@
-"""Optimizers in files and folders of their own beside the ranks of a model, as verl and accelerate save them."""
+"""Optimizers in separate files and folders next to the ranks of a model, as verl and accelerate save them."""
 
 import pickle
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_what_else_is_beside_the_model_is_named(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_cannot_be_merged_leaves_the_weights_alone(tmp_path: Path) -> None:
-    """One that lacks a rank, is of two saves, or has only flat parameters."""
+    """An optimizer that lacks a rank, comes from two saves, or has only flat parameters."""
     save(tmp_path, ACCELERATE, "w")
     one, other = (tmp_path / ACCELERATE[1].format(rank) for rank in range(2))
     kept = other.read_bytes()
@@ -119,7 +119,7 @@ def tie_in_ranks(folder: Path, key: str, other: str) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_moments_by_name_have_the_shapes_of_flattened_weights(tmp_path: Path, frozen: bool) -> None:
-    """As the folder of torch.distributed.checkpoint that accelerate writes beside ``LOCAL_STATE_DICT``.
+    """As accelerate's folder of torch.distributed.checkpoint next to ``LOCAL_STATE_DICT``.
 
     The optimizer has tied weights once."""
     from torch.distributed.checkpoint.state_dict_saver import save as save_dcp

@@ -108,7 +108,7 @@ def test_consolidated_weights_beside_ranks_hide_neither(tmp_path: Path, is_marke
         ):
             ckptfix.open_checkpoint(folder)
         assert ckptfix.open_checkpoint(rank_file(folder, 1)).keys() == list(truth["model"])
-    else:  # files of each rank that are none of FSDP
+    else:  # files of each rank that are not FSDP's
         for file in folder.glob("*rank*"):
             torch.save({"seed": 1}, file)
         assert ckptfix.open_checkpoint(folder).keys() == ["w"]
@@ -181,7 +181,7 @@ def dtensor(rank: int, whole: torch.Tensor, world: int = 2, **changes: Any) -> A
 def test_the_names_in_a_folder_are_looked_up_once_for_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it has just changed: a rank that arrives is seen."""
+    """Unless it has just changed: a new rank is noticed."""
     looks, listed = [], Path.iterdir
 
     def looked_at(folder: Path) -> Iterator[Path]:
@@ -204,7 +204,7 @@ def test_the_names_in_a_folder_are_looked_up_once_for_all_files(
 
 
 def test_no_file_is_looked_at_again_for_each_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a folder of thousands whose names alone are those of ranks."""
+    """As in a folder of thousands of files that only have the names of ranks."""
     asked, is_symlink = [], Path.is_symlink
 
     def counted_is_symlink(path: Path) -> bool:
@@ -447,7 +447,7 @@ def test_one_rank_alone_says_what_it_is(tmp_path: Path) -> None:
         UnreadableError, match=r"lacks 1 rank of 2: model_world_size_2_rank_0\.pt: fetch the missing file"
     ):
         ckptfix.open_checkpoint(rank_file(folder, 1))
-    alone = rank_file(folder, 1).rename(folder / "rank_1.pt")  # a name that does not say how many there are
+    alone = rank_file(folder, 1).rename(folder / "rank_1.pt")  # a name without the number of ranks
     report = ckptfix.repair(alone, output=tmp_path / "fixed.pt").report
     (finding,) = [found for found in report.findings if found.code == "FIL105"]
     assert "one rank's part of 14 sharded tensors, which 2 ranks share" in finding.message
@@ -518,7 +518,7 @@ def test_a_mesh_may_have_dimensions_of_one_rank(tmp_path: Path, shape: tuple[int
     ids=str,
 )
 def test_a_mesh_out_of_order_is_refused(tmp_path: Path, order: Any, is_refused: bool) -> None:
-    """In which torch deals out the parts by rank, and says that they are elsewhere."""
+    """torch distributes the parts by rank but records other places."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

@@ -1,4 +1,4 @@
-"""Ranks that the frameworks at hand write, beside what their own tools make of them.
+"""Ranks written by the installed frameworks, compared with the results of their own tools.
 
 FSDP is that of the installed torch. DeepSpeed and Megatron are the installed ones, or those of the Python that
 ``CKPTFIX_DEEPSPEED`` and ``CKPTFIX_MEGATRON`` name."""

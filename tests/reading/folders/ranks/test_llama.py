@@ -1,4 +1,4 @@
-"""Llama's consolidated shards: a random model, divided as fairscale's layers divide it."""
+"""Llama's consolidated shards: a random model, divided like fairscale's layers."""
 
 import json
 from pathlib import Path
@@ -142,7 +142,7 @@ def test_a_norm_that_differs_is_that_of_the_first(tmp_path: Path) -> None:
 
 
 def test_copies_of_keys_that_are_none_are_refused(tmp_path: Path) -> None:
-    """By what ``params.json`` says, pairs of ranks have the same keys and values."""
+    """According to ``params.json``, pairs of ranks have the same keys and values."""
     write_llama(tmp_path, 4, groups=4, n_kv_heads=2)
     with pytest.raises(UnreadableError, match=r"should hold the same part of layers\.0\.attention\.wk\.weight"):
         ckptfix.open_checkpoint(tmp_path)
@@ -207,7 +207,7 @@ def test_a_shard_stands_for_all(tmp_path: Path) -> None:
 
 
 def meta_logits(state: dict[str, torch.Tensor], tokens: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
-    """Meta's arithmetic: neighbouring elements of a head are turned together, as one complex number."""
+    """Meta's arithmetic: neighbouring elements of a head are rotated together as one complex number."""
     width = state["tok_embeddings.weight"].shape[1] // heads
     angles = torch.outer(torch.arange(len(tokens)), 1 / 10000 ** (torch.arange(0, width, 2) / width))
     turns = torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -265,7 +265,7 @@ def test_the_model_of_transformers_answers_as_metas_arithmetic(tmp_path: Path, r
 
 
 def test_shards_saved_as_views_of_one_tensor_are_not_copies(tmp_path: Path) -> None:
-    """Each file then has the bytes of the whole."""
+    """Each file then contains the bytes of the whole storage."""
     whole = write_llama(tmp_path, 2)
     for rank in range(2):
         state = {key: value.chunk(2, int(key.endswith(COLUMNS)))[rank] for key, value in whole.items()}

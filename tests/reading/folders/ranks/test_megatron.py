@@ -1,4 +1,4 @@
-"""Megatron's ranks: genuine ones of megatron-core, and small ones of every kind of parallelism."""
+"""Megatron's ranks: genuine ones from megatron-core, and small ones of every kind of parallelism."""
 
 from argparse import Namespace
 from collections import OrderedDict
@@ -143,7 +143,7 @@ def test_every_kind_of_parallelism(tmp_path: Path, tensor: int, pipeline: int, v
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 2)])
 def test_the_copy_of_a_tied_embedding_in_the_last_stage_is_left_out(tmp_path: Path, tensor: int, pipeline: int) -> None:
-    """Megatron's model of one stage has none; one that has drifted is kept, and named."""
+    """Megatron's model of one stage has none; a copy that has drifted is kept and named."""
     whole = write_megatron(tmp_path / "same", tensor, pipeline, tied=True)
     checkpoint = ckptfix.open_checkpoint(tmp_path / "same")
     assert checkpoint.specs.keys() == whole.keys() - {"output_layer.weight"}
@@ -205,7 +205,7 @@ def test_latent_attention_is_copied_or_divided(tmp_path: Path, is_divided: bool)
 
 
 def test_a_down_projection_that_may_be_divided_is_not_guessed(tmp_path: Path) -> None:
-    """It has more rows than the up projection has columns, and so it may be whole, with rows of the rotary part."""
+    """It has more rows than the up projection has columns, so it may be whole, with rows of the rotary part."""
     prefix = "decoder.layers.0.self_attention.linear"
     for rank in range(2):
         state = {

@@ -109,7 +109,7 @@ def test_the_latest_of_several_saves(tmp_path: Path) -> None:
     write(tmp_path, 2, "5")
     whole = write(tmp_path, 2)
     key, value = next(iter(whole.items()))
-    save_file({"data": value[:1]}, next((tmp_path / "5").rglob("*tp-rank-0*")))  # no part of the latest
+    save_file({"data": value[:1]}, next((tmp_path / "5").rglob("*tp-rank-0*")))  # not part of the latest
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).read(key), value)
 
 
@@ -155,7 +155,7 @@ def test_a_part_that_lies_is_refused(tmp_path: Path, notes: dict[str, str], said
 
 
 def test_a_part_that_does_not_say_so_is_not_taken_for_the_whole(tmp_path: Path) -> None:
-    """As releases before 1.2 wrote them, of which one is missing."""
+    """As releases before 1.2 wrote them; one is missing."""
     write(tmp_path, 2)
     one(tmp_path, "token_embedding", 0).unlink()
     save_file({"data": torch.zeros(8, 8)}, one(tmp_path, "token_embedding"))

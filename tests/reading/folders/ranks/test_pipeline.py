@@ -167,7 +167,7 @@ RESIDUAL = '{\n  # "gpt_j_residual": false,\n  "gpt-j-residual": true,\n}'
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_the_biases_of_gpt_neox_are_sums_and_its_norms_means(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Bit for bit what its own converter computes."""
+    """Bit for bit the result of its own converter."""
     states = save_neox(tmp_path, RESIDUAL, dtype)
     ckptfix.repair(tmp_path, output=tmp_path / "whole.safetensors")
     got = load_file(tmp_path / "whole.safetensors")
@@ -183,7 +183,7 @@ def test_the_biases_of_gpt_neox_are_sums_and_its_norms_means(tmp_path: Path, dty
 
 @pytest.mark.parametrize("config", ['"gpt-j-residual": false', '"hidden-size": 4'])
 def test_without_its_residual_biases_are_copies(tmp_path: Path, config: str) -> None:
-    """Whatever its converter makes of them: the model adds the bias once."""
+    """Whatever its converter does with them, the model adds the bias once."""
     states = save_neox(tmp_path, config)
     assert torch.equal(
         ckptfix.open_checkpoint(tmp_path).read("2.attention.dense.bias"), states[0]["attention.dense.bias"]
@@ -213,7 +213,7 @@ def test_sums_of_gpt_neox_are_not_guessed(tmp_path: Path, config: str | None, sa
 def test_a_model_of_gpt_neox_without_a_pipeline(
     tmp_path: Path, config: str | None, is_sum: bool | None, masters: bool
 ) -> None:
-    """It has all layers in one file for each rank, and ZeRO beside it; its norm differs between the ranks."""
+    """It has all layers in one file per rank, with ZeRO; its norm differs between the ranks."""
     layers = save_neox(tmp_path, config)
     for file in tmp_path.glob("layer_*"):
         file.unlink()

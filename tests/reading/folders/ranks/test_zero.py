@@ -1,4 +1,4 @@
-"""ZeRO folders that DeepSpeed wrote, beside what its own ``zero_to_fp32`` makes of them."""
+"""ZeRO folders that DeepSpeed wrote, compared with the result of its own ``zero_to_fp32``."""
 
 import shutil
 import zipfile
@@ -159,7 +159,7 @@ def test_padding_after_each_parameter_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_small_and_large_shares_are_put_together_in_any_order(tmp_path: Path) -> None:
-    """Short shares are read block by block, long ones as ranges: over the edges of blocks, and back and forth."""
+    """Short shares are read in blocks, long ones as ranges: across block boundaries, in both directions."""
     numels = [1, 4095, 4096 * 3, 12_289, 0, 7, 40_000, 2, 90_000, 12_287, 5, 12_288, 4000]
     tensors = {f"t{at}": torch.rand(numel) for at, numel in enumerate(numels)}
     write_zero3(tmp_path, tensors, 3)
@@ -347,7 +347,7 @@ def test_experts_and_tensor_parallel_ranks_are_joined(tmp_path: Path, name: str)
     ids=["ranks", "order"],
 )
 def test_experts_of_stage_3_are_not_guessed(tmp_path: Path, files: str, old: bytes, new: bytes, said: str) -> None:
-    """Which ranks share them, and which experts each of these has, is said in the files."""
+    """The files say which ranks share them, and which experts each of these has."""
     folder, _ = unpacked("autoep_zero3_w4_ep2", tmp_path)
     (file,) = folder.glob(f"*/{files}")
     with zipfile.ZipFile(file) as archive:
@@ -397,7 +397,7 @@ def test_files_of_experts_are_all_there_and_their_own(tmp_path: Path, name: str,
 
 
 def test_a_rank_that_is_cut_short_costs_what_is_gone(tmp_path: Path) -> None:
-    """Moments too, which are looked at beside the weights."""
+    """Moments too, which are examined along with the weights."""
     folder, _ = unpacked("moe_w4_ep2", tmp_path)
     file = folder / TAG / _optim(1, "bf16_")
     file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
@@ -516,7 +516,7 @@ def test_masters_that_are_not_those_of_the_weights_are_named(tmp_path: Path, nam
 
 @pytest.mark.parametrize("form", [None, "pth", "safetensors"])
 def test_a_folder_that_is_well_becomes_a_file_if_a_format_is_asked_for(tmp_path: Path, form: str | None) -> None:
-    """``migrate --format pth`` has no other way to say so."""
+    """``migrate --format pth`` cannot say it in another way."""
     write_zero(tmp_path, {"w": torch.arange(64.0)}, world=2)
     output = ckptfix.repair(tmp_path, format=form, beside=True).report.output
     assert (output is None) == (form is None)
@@ -657,7 +657,7 @@ def test_paddings_below_zero_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["copied", "skipped_steps"])
 def test_model_states_of_another_rank_or_run_are_named(tmp_path: Path, change: str) -> None:
-    """In stage 3 they hold shares of the frozen parameters; what a file was called may be unknown."""
+    """In stage 3 they hold shares of the frozen parameters; the original name of a file may be unknown."""
     folder, _ = saved(tmp_path, "zero3_w3_bf16_g2")
     file, other = (folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (1, 2))
     root = torch.load(other if change == "copied" else file, weights_only=False)
