@@ -20,6 +20,7 @@ class Method(Struct, frozen=True):
     # Settings of the configuration: the factor of the change, and a number that the formula needs besides.
     scale: str = ""
     number: str = ""
+    has_kernels: bool = False  # whether it changes convolutions too, as matrices
     rounds: bool = False  # whether the change is rounded to the dtype of the base before it is added
     # Whether the inputs may come first in the base, as in Conv1D.
     turns: bool = True
@@ -57,6 +58,7 @@ METHODS: Mapping[str, Method] = {
         "AdaLoRA",
         {"lora_A": "A", "lora_B": "B", "lora_E": "E"},
         lambda o, i, one, two, values: (one, two) == ((values[0], i), (o, values[0])) and values[1:] == (1,),
+        has_kernels=True,
         scale="lora_alpha",
         number="init_r",
     ),
@@ -125,6 +127,6 @@ METHODS: Mapping[str, Method] = {
         scale="scaling",
         number="random_loc_seed",
     ),
-    "OFT": Method("OFT", {"oft_R": "rotation"}, _of_oft, number="num_cayley_neumann_terms", turns=False, adds=False),
+    "OFT": Method("OFT", {"oft_R": "rotation"}, _of_oft, "", "num_cayley_neumann_terms", True, turns=False, adds=False),
     "HRA": Method("HRA", {"hra_u": "u"}, lambda o, i, u: len(u) == 2 and u[0] == i, turns=False, adds=False),
 }

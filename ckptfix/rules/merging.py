@@ -466,7 +466,7 @@ def _by_formula(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     shapes = [adapter.checkpoint.specs[factor].shape for factor in factors]
     fits, is_turned, size = False, layer.is_embedding, (spec.shape[0], prod(spec.shape[1:]))
     turned_size = size[::-1]
-    if len(spec.shape) == 2 or adapter.kind == "ADALORA":
+    if len(spec.shape) == 2 or method.has_kernels:
         fits = adapter.fits(layer, *(turned_size if is_turned else size))
         if len(spec.shape) == 2 and not layer.is_embedding:
             is_turned = (

@@ -292,8 +292,9 @@ class _LayerFactors:
         if self.delta.has_magnitude:
             return (self._ratio(first, last) * (weight + self.change(first, last, dtype))).to(dtype)
         if form in TURNS:
-            rows = weight.to(self.factors[0].dtype)
-            return (self.factors[0] @ rows.T).T.to(dtype) if form == "oft" else (rows @ self.factors[0]).to(dtype)
+            rows = weight.flatten(1).to(self.factors[0].dtype)
+            rows = (self.factors[0] @ rows.T).T if form == "oft" else rows @ self.factors[0]
+            return rows.to(dtype).view(weight.shape)
         if form == "bat":
             weight += of_bat(weight, self.factors[0], first).mul_(self.delta.scaling)
             return weight

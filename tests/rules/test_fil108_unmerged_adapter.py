@@ -79,6 +79,7 @@ CASES = {
     "C3A": peft.C3AConfig(block_size=8, target_modules=["fc"]),
     "FourierFT": peft.FourierFTConfig(n_frequency=99, target_modules=["q", "fc"]),
     "OFT": peft.OFTConfig(oft_block_size=8, target_modules=["q", "fc"]),
+    "OFT of a kernel": peft.OFTConfig(oft_block_size=9, target_modules=["conv"]),
     "OFT of three terms": peft.OFTConfig(oft_block_size=8, target_modules=["q"], num_cayley_neumann_terms=3),
     "OFT by solving": peft.OFTConfig(oft_block_size=8, target_modules=["q"], use_cayley_neumann=False),
     "OFT of one block": peft.OFTConfig(oft_block_size=8, target_modules=["q"], block_share=True),
@@ -684,6 +685,31 @@ def test_adapters_of_wan_and_z_image_have_the_bits_of_diffusers(name, tmp_path):
 
 def _of_xlabs(match):
     return f"{match[1]}.processor.{match[3]}_lora{1 + (match[2] == 'txt')}."
+
+
+@pytest.mark.slow
+def test_an_adapter_of_hunyuanvideo_with_the_names_of_its_authors(tmp_path):
+    """As musubi-tuner and ComfyUI write it; diffusers reads only one of the original width."""
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1, "num_single_layers": 1}
+    inputs = {"in_channels": 4, "out_channels": 4, "text_embed_dim": 16, "pooled_projection_dim": 8}
+    torch.manual_seed(0)
+    model = HunyuanVideoTransformer3DModel(**sizes, **inputs, num_refiner_layers=1, rope_axes_dim=(2, 4, 6))
+    base = {key: value.clone() for key, value in model.state_dict().items()}
+    original = renamed(base, "hunyuanvideo_diffusers")
+    forms = [
+        (lambda module: f"lora_unet_{module.replace('.', '_')}", "lora_down", "lora_up"),
+        (lambda module: f"diffusion_model.{module}", "lora_A", "lora_B"),
+    ]
+    found = [
+        merged_into_both(
+            base, "hunyuanvideo_diffusers", with_names(original, *form, only="blocks"), tmp_path / "x.safetensors"
+        )
+        for form in forms
+    ]
+    assert_same(*found)
+    assert sum(bytes_of(found[0][key]) != bytes_of(base[key]) for key in base) == 27
 
 
 @pytest.mark.slow
