@@ -225,8 +225,8 @@ def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[P
 
 def _holds_more(value: Any) -> bool:
     """Return whether a value may contain a tensor. Rows of plain numbers, of which a log may have a million, do not."""
-    if isinstance(value, Opaque):
-        return not value.cls.module.startswith("numpy.random")
+    if isinstance(value, Opaque):  # a generator, or a graph of a dataset
+        return not value.cls.module.startswith(("numpy.random", "torch_geometric.data"))
     members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return any(isinstance(member, (TensorSpec, NumpyArray, dict, list, tuple, Opaque)) for member in members)
 

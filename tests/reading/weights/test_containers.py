@@ -127,6 +127,16 @@ def test_a_state_dict_inside_of_an_unknown_object_is_found(tmp_path):
     assert list(torch.load(written, weights_only=True)["weights"]) == ["w"]
 
 
+def test_the_graphs_of_a_dataset_are_no_weights(tmp_path):
+    from tests.attacks.crafted import PROTO
+
+    graph = name("torch_geometric.data.data.Data") + b")\x81}" + text("_mapping") + b"}" + text("x") + tensor() + b"ssb"
+    path = tmp_path / "dataset.pt"
+    path.write_bytes(torch_zip(PROTO + b"](" + graph + b"e."))
+    with pytest.raises(UnreadableError, match="no weights"):
+        opened(path)
+
+
 FURTHER_DOWN = {
     "a list of state_dicts beside a figure": ({"state_dict": [NET], "acc": torch.tensor(0.5)}, ("state_dict", 0)),
     "two networks beside a step": ({"models": {"g": NET, "d": NET}, "step": torch.tensor(3)}, ("models", "g")),
