@@ -5,16 +5,28 @@ of keys: if an old and a new key end in the same segments, what precedes these i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from ckptfix.core.buffers import modules_of
+from ckptfix.core.objects import Opaque
 
 Metadata = Mapping[str, Mapping[str, Any]]
 
 # The row of a wrapper that was added to the keys: `nn.Module._version`, which no wrapper of torch overrides.
 NEW_ROW: Mapping[str, Any] = {"version": 1}
+
+
+def metadata_text(metadata: Mapping[str, Any]) -> str:
+    """Return the metadata as JSON, the same for equal rows. An object in it, such as the ``torch.Size`` that tensordict
+    stores, becomes a list of its class and arguments."""
+
+    def listed(value: Opaque) -> list[Any]:
+        return [str(value.cls), *value.args]
+
+    return json.dumps(metadata, separators=(",", ":"), ensure_ascii=False, default=listed)
 
 
 def rename_metadata(metadata: Metadata | None, renames: Mapping[str, str]) -> Metadata | None:

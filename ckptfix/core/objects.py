@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
@@ -22,6 +23,15 @@ class Global(Struct, frozen=True, eq=False):
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
+
+# Classes besides the built-in ones that `weights_only` accepts.
+NATIVE = frozenset({"torch.Size", "torch.device", "collections.Counter"})
+
+# The devices that torch knows without a plugin.
+_DEVICE = (
+    r"(cpu|cuda|ipu|xpu|mkldnn|opengl|opencl|ideep|hip|ve|fpga|maia|xla|lazy|vulkan|mps|meta|hpu|mtia|privateuseone)"
+    r"(:(0|[1-9]\d?))?"
+)
 
 _NO_PAIRS: Mapping[Any, Any] = MappingProxyType({})
 
@@ -71,6 +81,18 @@ class Opaque(Struct, eq=False):
         if isinstance(self.state, tuple) and len(self.state) == 2:
             return {str(k): v for part in self.state if isinstance(part, dict) for k, v in part.items()}
         return {}
+
+
+def is_native(value: Opaque) -> bool:
+    """Return whether an object is one that ``weights_only`` accepts, with arguments as torch pickles them."""
+    name = str(value.cls)
+    if name == "torch.device":
+        is_said = all(isinstance(arg, str) or arg in range(100) for arg in value.args)
+        return is_said and re.fullmatch(_DEVICE, ":".join(map(str, value.args))) is not None
+    given = value.args[0] if value.args else {}
+    is_whole = isinstance(given, (list, tuple)) and all(type(size) is int for size in given)
+    is_made_by_torch = is_whole if value.args and name == "torch.Size" else isinstance(given, dict)
+    return name in NATIVE and len(value.args) <= 1 and is_made_by_torch
 
 
 # Containers of up to this many members, none of them a container, are visited each time and not recorded as seen: for a

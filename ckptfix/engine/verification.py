@@ -19,6 +19,7 @@ from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import Content, are_equal, located, stream
 from ckptfix.bytes.threads import THREADS, background, batched
 from ckptfix.core.checkpoint import Checkpoint, path_name
+from ckptfix.core.metadata import metadata_text
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, ties
@@ -95,7 +96,7 @@ def _difference(written: Checkpoint, expected: Checkpoint) -> str:
     lost = set(lost_extras(expected)) - set(expected.specs) if is_safetensors else set()
     if list(written.entries) != [key for key in expected.entries if key not in lost]:
         return "other keys, or in another order"
-    if (written.metadata or {}) != (expected.metadata or {}):
+    if metadata_text(written.metadata or {}) != metadata_text(expected.metadata or {}):
         return "another _metadata"
     for key, spec in expected.specs.items():
         other = written.specs.get(key)

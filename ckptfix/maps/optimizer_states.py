@@ -218,6 +218,7 @@ def logical_shape(value: object) -> Shape:
 BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
 # Shampoo's state per axis; SOAP and Kron keep theirs in lists.
 _OF_AXES = r"(inv_)?pre_?cond(itioner)?_?\d*"
+# With a mask, as in SPAM, the moments are those of the elements that it selects.
 _SLICED = frozenset(("s", "p0"))  # Prodigy's state that is flattened, and perhaps of every n-th element only
 
 
@@ -238,6 +239,6 @@ def _fits(form: tuple[tuple[str, Shape], ...], shape: Shape) -> bool:
         or (name == "state1" and found == (2, *shape))  # two averages of bitsandbytes' AdEMAMix
         or BLOCKWISE.fullmatch(name)
         or re.fullmatch(_OF_AXES, name)
-        or (name in _SLICED and len(found) == 1 and found[0] <= prod(shape))
+        or ((name in _SLICED or ("mask", shape) in form) and len(found) == 1 and found[0] <= prod(shape))
         for name, found in form
     )

@@ -13,7 +13,7 @@ from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import located, stream
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.lazy import torch
-from ckptfix.core.objects import Global, Opaque, tensors_in
+from ckptfix.core.objects import Global, Opaque, is_native, tensors_in
 from ckptfix.core.spec import Quantizer, Region, Regions, Storage, TensorSpec
 from ckptfix.errors import UnreadableError, UsageError
 from ckptfix.reading.pickles.claims import sizes
@@ -256,7 +256,7 @@ def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> Or
         ) from error
     if checkpoint.metadata is not None:
         state_dict._metadata = OrderedDict(  # type: ignore[attr-defined]  # as torch does
-            (module, dict(versions)) for module, versions in checkpoint.metadata.items()
+            (module, revive(dict(row), builder, made)) for module, row in checkpoint.metadata.items()
         )
     return state_dict
 
@@ -310,6 +310,8 @@ def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:
             return torch.Size(sizes(value))
         except ValueError:
             return value  # torch never writes such a size
+    if isinstance(value, Opaque) and str(value.cls) == "torch.device" and is_native(value):
+        return torch.device(*value.args)
     return value
 
 

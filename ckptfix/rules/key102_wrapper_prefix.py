@@ -12,7 +12,8 @@ prefix.
 
 ## Fix safety
 Safe if every key has the prefix, or if the target wants the key without it in the same shape. A submodule that is
-really named `module` stays: the target has it, or some keys lack the prefix. Only a target can tell a half-prefixed
+really named `module` stays: the target has it, some keys lack the prefix, or every key has it again further down
+(`module.0.module.0.weight` of torchrl). Only a target can tell a half-prefixed
 file from such a model; without one, the file is reported and left unchanged.
 
 ## Example
@@ -34,6 +35,7 @@ from ckptfix.core.finding import MODEL, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import (
     COUNTER,
+    MODULE,
     bare,
     colliding,
     is_counter,
@@ -67,7 +69,7 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
     counters = _counters(checkpoint, target)
     keys = [key for key in checkpoint.entries if key not in counters]
     # Without a target, remove as many ``module.`` as every key has.
-    shared = shared_modules(keys) if target is None else 0
+    shared = shared_modules(keys) if target is None and not _is_own_name(keys) else 0
     new = {key: without_first(key, shared) for key in keys} if shared else {}
     if target is not None:
         new = _by_target(checkpoint, keys, target)
@@ -97,6 +99,12 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
         message += f"{', and ' if message else ''}AveragedModel's counter {named} next to the model"
     edits = (*renames(new), *(Drop(key) for key in counters))
     yield rule.finding(Level.ERROR, message, keys=(*new, *counters), fix=Fix.safe(edits))
+
+
+def _is_own_name(keys: Iterable[str]) -> bool:
+    """Return whether every key has ``module`` again below another segment: modules that wrap each other, as those of
+    tensordict do, have it as a name of their own."""
+    return all(f".{MODULE}." in without_first(key, leading_modules(key)) for key in keys)
 
 
 def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:

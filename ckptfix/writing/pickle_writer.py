@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.objects import NATIVE, Global, Opaque
 from ckptfix.core.spec import Quantizer, TensorSpec
 from ckptfix.errors import WriteError
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
-from ckptfix.writing.plain import NATIVE, is_layout, is_native_global
+from ckptfix.writing.plain import is_layout, is_native_global
 
 BATCH = 1000
 

@@ -7,7 +7,6 @@ a finding.
 
 from __future__ import annotations
 
-import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from ckptfix.core.checkpoint import Checkpoint, ContainerPath, path_name
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Plain
 from ckptfix.core.facts import Kind
-from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.objects import NATIVE, Global, Opaque, is_native
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.foreign.weightless import is_of_training
@@ -31,15 +30,6 @@ from ckptfix.reading.weights.modules import is_module, module_state_dict
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
 
 DEPTH_LIMIT = 200
-# Classes besides the built-in ones that `weights_only` accepts.
-NATIVE = frozenset({"torch.Size", "torch.device", "collections.Counter"})
-
-# The devices that torch knows without a plugin.
-_DEVICE = (
-    r"(cpu|cuda|ipu|xpu|mkldnn|opengl|opencl|ideep|hip|ve|fpga|maia|xla|lazy|vulkan|mps|meta|hpu|mtia|privateuseone)"
-    r"(:(0|[1-9]\d?))?"
-)
-
 _QSCHEMES = (
     "per_tensor_affine",
     "per_tensor_symmetric",
@@ -230,7 +220,7 @@ class _Plainer:
                 return spec
             return self.convert({"class": "numpy.ndarray", **array_fields(value)}, path, depth + 1)
         name = str(value.cls)
-        if name in NATIVE and _is_made_by_torch(name, value.args):
+        if is_native(value):
             return Opaque(value.cls, self.convert(value.args, path, depth + 1))
         if is_low_bit_moment(composed_class(value)) and len(value.args) == 4:
             function, cls, made, state = value.args
@@ -248,16 +238,6 @@ class _Plainer:
             made |= {**value.pairs, **value.attributes}
         self._note(path, name, type(made).__name__)
         return self.convert(made, path, depth + 1)
-
-
-def _is_made_by_torch(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether torch pickles the class ``name`` with such arguments; torch refuses to load any others."""
-    if name == "torch.device":
-        is_said = all(isinstance(arg, str) or arg in range(100) for arg in args)
-        return is_said and re.fullmatch(_DEVICE, ":".join(map(str, args))) is not None
-    given = args[0] if args else {}
-    is_whole = isinstance(given, (list, tuple)) and all(type(size) is int for size in given)
-    return len(args) <= 1 and (is_whole if args and name == "torch.Size" else isinstance(given, dict))
 
 
 def _class_name(value: Any) -> str:

@@ -15,6 +15,7 @@ from ckptfix.bytes.sources import ranges_of
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Kind
+from ckptfix.core.metadata import metadata_text
 from ckptfix.core.notes import encode_container
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, ties
@@ -177,7 +178,7 @@ def _notes(checkpoint: Checkpoint, tied: dict[str, str]) -> dict[str, str]:
     for name, value in ((METADATA, checkpoint.metadata), (TIES, tied), (CONTAINER, _note(checkpoint)[0])):
         if value:
             try:
-                notes[name] = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+                notes[name] = (metadata_text if name == METADATA else _TEXT)(value)
             except (TypeError, ValueError, RecursionError) as error:
                 raise WriteError(
                     f"{checkpoint.path}: its {name.removeprefix('ckptfix.')} has no form in JSON ({error}); write it "

@@ -40,6 +40,7 @@ def prefixed(state, prefix="module."):
         pytest.param(prefixed(Named().state_dict()), nn.DataParallel(Named()), id="the target is wrapped"),
         pytest.param({"modules.weight": ONE, "module_list.weight": ONE}, None, id="a segment is compared whole"),
         pytest.param({"module": ONE}, None, id="a parameter named module"),
+        pytest.param({"module.0.module.w": ONE, "module.1.module.w": ONE}, None, id="modules of tensordict"),
         pytest.param({"n_averaged": COUNT, "weight": ONE}, None, id="n_averaged without module beside it"),
         pytest.param({"module.w": ONE, "n_averaged": torch.ones(3)}, None, id="an n_averaged that is no counter"),
         pytest.param(

@@ -74,6 +74,16 @@ def test_noop_what_prodigy_keeps_in_one_row(tmp_path, step):
     assert all(torch.equal(made["state"][n]["s"], saved["optimizer"]["state"][n]["s"]) for n in range(2))
 
 
+def test_noop_the_moments_under_a_mask(tmp_path):
+    """SPAM keeps those of the masked elements in one row."""
+    saved = run(nn.Linear(6, 8))
+    row = saved["optimizer"]["state"][0]
+    row["mask"] = torch.ones(8, 6, dtype=torch.bool).tril()
+    row |= {name: row[name][row["mask"]] for name in ("exp_avg", "exp_avg_sq")}
+    torch.save(saved, tmp_path / "run.pth")
+    assert found(ckptfix.check(tmp_path / "run.pth"), "OPT104") == []
+
+
 class Projector:
     """As GaLore keeps one beside the moments of a matrix in fewer rows."""
 

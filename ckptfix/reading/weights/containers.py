@@ -16,7 +16,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.lazy import torch
-from ckptfix.core.objects import Opaque, tensors_in
+from ckptfix.core.objects import Opaque, is_native, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import COUNTER
 from ckptfix.errors import Opt, UnreadableError, UsageError, WeightlessError, Words, damaged, hostile
@@ -165,9 +165,7 @@ def _clean_metadata(metadata: Any, remarks: list[Fact]) -> Mapping[str, Mapping[
         if isinstance(module, str) and isinstance(row, dict):
             cleaned[module] = {}
             for name, value in row.items():
-                # The hook of spectral_norm stores its versions in a nested dict.
-                inner = value.values() if isinstance(value, dict) and all(isinstance(key, str) for key in value) else ()
-                if isinstance(name, str) and (_is_plain(value) or (inner and all(map(_is_plain, inner)))):
+                if isinstance(name, str) and _is_plain(value):
                     cleaned[module][name] = dict(value) if isinstance(value, dict) else value
                 else:
                     cleaned[module][str(name)] = shown(value)
@@ -175,7 +173,15 @@ def _clean_metadata(metadata: Any, remarks: list[Fact]) -> Mapping[str, Mapping[
     return cleaned
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, levels: int = 2) -> bool:
+    """Return whether a value of ``_metadata`` may stay: the hook of spectral_norm stores a dict of versions, tensordict
+    a ``torch.Size`` and a device."""
+    if isinstance(value, Opaque):
+        return is_native(value) and _is_plain(value.args, levels)
+    if isinstance(value, dict):
+        return bool(levels and value) and all(isinstance(key, str) and _is_plain(value[key], 0) for key in value)
+    if isinstance(value, (list, tuple)):
+        return bool(levels) and all(_is_plain(item, levels - 1) for item in value)
     return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+import ckptfix
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from tests.attacks.crafted import name, tensor, text, torch_zip
 from tests.reading.files import opened, saved
@@ -103,6 +104,18 @@ def test_the_metadata_goes_with_its_state_dict(tmp_path):
     assert opened(saved({"a": OrderedDict(NET), "state_dict": net}, tmp_path)).metadata == {"": {"version": 1}}
 
 
+def test_the_sizes_and_devices_of_tensordict_stay_in_the_metadata(tmp_path):
+    state = OrderedDict(NET)
+    state._metadata = OrderedDict({"": {"batch_size": torch.Size([3]), "device": torch.device("cpu"), "of": [1, "a"]}})
+    checkpoint = opened(saved(state, tmp_path))
+    assert (checkpoint.remarks, checkpoint.state_dict()._metadata) == ((), state._metadata)
+    for form in ("pth", "safetensors"):
+        path = tmp_path / f"out.{form}"
+        assert ckptfix.repair(checkpoint.path, format=form, output=path).report.exit_code == 0
+    written = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert (written._metadata, type(written._metadata[""]["batch_size"])) == (state._metadata, torch.Size)
+
+
 def test_device_tags_are_facts_and_nothing_is_put_there(tmp_path):
     path = tmp_path / "cuda.pth"
     from tests.attacks.crafted import PROTO, storage
@@ -120,8 +133,6 @@ def test_a_state_dict_inside_of_an_unknown_object_is_found(tmp_path):
     path = tmp_path / "object.pth"
     path.write_bytes(torch_zip(PROTO + name("trainer.State") + b")\x81}" + text("weights") + inner + b"sb."))
     assert opened(path).container == ("weights",)
-    import ckptfix
-
     written = ckptfix.repair(path, output=tmp_path / "out.pth").report.output
     assert written is not None
     assert list(torch.load(written, weights_only=True)["weights"]) == ["w"]
