@@ -292,6 +292,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ImportError: No module named models",
     ),
     "not-registered": (
+        "AssertionError: Could not infer model type from {'_name': 'av_hubert_seq2seq', 'w2v_path': '/base.pt'}."
+        " Available models: dict_keys([])",
         "KeyError: \"OrientedRCNN: 'PKINet is not in the models registry'\"",
         "KeyError: 'Mask2Former is not in the mmengine::model registry. Please check whether the value of `Mask2Former`"
         " is correct or it was registered as expected.'",
