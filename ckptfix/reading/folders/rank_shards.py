@@ -37,6 +37,7 @@ _PLAIN_PARTS = (
 _PART = "holds one rank's part of weights that {} split, under the names of the full weights"
 FLAT = ("_flat_param", "flat_param")
 _OLMO = "flat_param.data"
+_OF_XLA = "_fsdp_shard"
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 _SHARDED = ("ShardedTensor", "DTensor")
 _MOST_RANKS = 1 << 20
@@ -80,6 +81,10 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     if _OLMO in entries:
         what = "holds flattened parameters of FSDP of one rank, as OLMo saves them (`sharded_checkpointer: local`)"
         return RankShard(what, "merge the folder with scripts/unshard.py of OLMo", (_OLMO,))
+    if of_xla := tuple(key for key in entries if _OF_XLA in key):
+        what = f"holds one rank's part of {counted(len(of_xla), 'parameter')} of torch_xla's FSDP"
+        merge = "python -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts --ckpt_prefix PREFIX"
+        return RankShard(what, f"merge the files of all ranks where torch_xla is installed: {merge}", of_xla)
     flat = tuple(key for key in entries if key.endswith(FLAT) and key.rpartition(".")[2] in FLAT)
     if flat:
         what = f"holds flattened parameters of FSDP, {counted(len(flat), 'tensor')} of one rank"

@@ -50,6 +50,7 @@ def test_other_folders_say_what_is_in_them(tmp_path: Path, files: list[str], sai
         pytest.param(
             ["checkpoint", "m.ckpt-1.index", "m.ckpt-1.data-00000-of-00001"], "a checkpoint of TensorFlow;", id="tf"
         ),
+        pytest.param([".snapshot_metadata", "0/model/fc.weight"], "a snapshot of torchsnapshot", id="torchsnapshot"),
         pytest.param(["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"], "a checkpoint of Orbax", id="orbax"),
         pytest.param(["w/common.pt", "w/metadata.json", "w/decoder.weight/.zarray"], "arrays of zarr", id="zarr"),
         pytest.param(["blobs/0a", "snapshots/5b/model.safetensors"], "a cache of the Hugging Face Hub; name", id="hub"),

@@ -71,6 +71,14 @@ def test_what_stands_for_itself(root: Any, entries: dict[str, Any]) -> None:
     ("root", "entries", "what", "remedy", "keys"),
     [
         pytest.param(
+            {"shard_metadata": {"rank": 0}},
+            {"bn.running_mean": VECTOR, "_fsdp_shard._fsdp_wrapped_module.flat_param_0": VECTOR},
+            "1 parameter of torch_xla's FSDP",
+            "consolidate_sharded_ckpts --ckpt_prefix",
+            ["_fsdp_shard._fsdp_wrapped_module.flat_param_0"],
+            id="torch_xla",
+        ),
+        pytest.param(
             {"module": {}, "ds_version": "0.9"},
             {"a.weight": EMPTY, "b.weight": MATRIX},
             "1 weight of shape (0,)",
