@@ -222,24 +222,23 @@ def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
 
 
 def _read_dcp(folder: Path, salvage: bool) -> Document:
-    """Return the document of a DCP folder, merged with the common data that one rank saved beside the chunks."""
+    """Return the document of a DCP folder, merged with the common data that one rank saved."""
     document = dcp.read_folder(folder, salvage)
-    file = next((folder / name for name in COMMON if (folder / name).is_file()), None)
-    if file is None and _is_torch_dist(folder):
-        lacks = Fact.of(Kind.SHARDS_MISSING, names=(TORCH_DIST,), keys=0, nbytes=0, total=0)
-        return replace(document, damage=[*document.damage, lacks])
-    if file is None or not isinstance(document.root, dict):
+    if not isinstance(document.root, dict) or (found := _common(folder, document)) is None:
+        # If an item is damaged, it may be the common data.
+        if _is_torch_dist(folder) and not document.damage:
+            lacks = Fact.of(Kind.SHARDS_MISSING, names=(TORCH_DIST,), keys=0, nbytes=0, total=0)
+            return replace(document, damage=[lacks])
         return replace(document, root=_with_model(document.root))
-    common = read_document(Content.of_file(str(file_inside(folder, file.name, str(folder / dcp.METADATA)))))
-    if not isinstance(common.root, dict):
-        raise damaged(folder / file.name, "lacks the data next to the chunks")
-    damage = [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in common.damage]
-    root = {**document.root, **{key: value for key, value in common.root.items() if key not in document.root}}
+    name, common = found
+    damage = [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in common.damage]
+    saved = {key: value for key, value in document.root.items() if key != _COMMON_STATE}
+    root = {**saved, **{key: value for key, value in common.root.items() if key not in saved}}
     copies: dict[str, TensorSpec] = {}
     remarks = [*document.remarks, *common.remarks]
-    if file.name == LIGHTNING and _LIGHTNING_RELEASE in root:
+    if name == LIGHTNING and _LIGHTNING_RELEASE in root:
         root = _of_lightning(root)
-    if file.name == TORCH_DIST:
+    if name == TORCH_DIST:
         root, copies, left_out = megatron.of_torch_dist(root, common.root)
         remarks += [Fact(Kind.RANK_LEFT_OUT, name) for name in left_out]
         halves = sorted({copy.dtype for copy in copies.values()} - {"float32"})
@@ -252,6 +251,26 @@ def _read_dcp(folder: Path, salvage: bool) -> Document:
         copies=copies,
         damage=[*document.damage, *damage],
     )
+
+
+# The item of the chunks with the common data of newer releases of Megatron, which write no `common.pt`:
+# https://github.com/NVIDIA/Megatron-LM/pull/5160
+_COMMON_STATE = "common_state/shard_0_1"
+
+
+def _common(folder: Path, document: Document) -> tuple[str, Document] | None:
+    """Return the data that one rank saved next to the chunks or as one of them, with the name of its file; None if
+    there is none."""
+    held = document.root.get(_COMMON_STATE)
+    if isinstance(held, list) and held and isinstance(held[0], dict):
+        return TORCH_DIST, Document(document.path, dcp.NAME, held[0])
+    file = next((folder / name for name in COMMON if (folder / name).is_file()), None)
+    if file is None:
+        return None
+    common = read_document(Content.of_file(str(file_inside(folder, file.name, str(folder / dcp.METADATA)))))
+    if not isinstance(common.root, dict):
+        raise damaged(file, "lacks the data next to the chunks")
+    return file.name, common
 
 
 def _with_model(root: Any) -> Any:
@@ -280,7 +299,7 @@ def _of_lightning(root: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _is_torch_dist(folder: Path) -> bool:
-    """Return whether ``metadata.json`` says that Megatron wrote the folder, which then has a ``common.pt``."""
+    """Return whether ``metadata.json`` says that Megatron wrote the folder, which then has common data."""
     return '"torch_dist"' in small_text(folder / "metadata.json")
 
 

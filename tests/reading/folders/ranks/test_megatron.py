@@ -426,9 +426,10 @@ def test_a_rank_of_another_run_is_named(tmp_path: Path, args: dict[str, Any], le
 
 
 def write_torch_dist(
-    folder: Path, groups: list[dict[str, Any]], step: Any = 3.0, **changed: Any
+    folder: Path, groups: list[dict[str, Any]], step: Any = 3.0, is_in_chunks: bool = False, **changed: Any
 ) -> dict[str, torch.Tensor]:
-    """Write what megatron-core does of a mixed-precision optimizer; return the masters."""
+    """Write what megatron-core does of a mixed-precision optimizer, whose common data is in one of the chunks since
+    0.20; return the masters."""
     masters = {
         "decoder.layers.mlp.linear_fc1.weight": torch.randn(LAYERS, FFN, HIDDEN),
         "decoder.layers.mlp.linear_fc1.bias": torch.randn(LAYERS, FFN),
@@ -438,20 +439,25 @@ def write_torch_dist(
     saved: dict[str, Any] = {key: value.bfloat16() for key, value in masters.items()}
     for number, field in enumerate(("fp32_param", "exp_avg", "exp_avg_sq")):
         saved |= {f"optimizer.state.{field}.{key}": value + 1000 * number for key, value in masters.items()}
-    save_dcp({**saved, **changed}, checkpoint_id=folder)
     optimizer = {
         "optimizer": {"param_groups": groups, "state": {} if step is None else {"common_step": torch.tensor(step)}}
     }
-    torch.save({"args": Namespace(num_layers=LAYERS), "iteration": 3, "optimizer": optimizer}, folder / "common.pt")
+    common = {"args": Namespace(num_layers=LAYERS), "iteration": 3, "optimizer": optimizer}
+    inside = {"common_state/shard_0_1": [common]} if is_in_chunks else {}
+    save_dcp({**saved, **inside, **changed}, checkpoint_id=folder)
+    if not is_in_chunks:
+        torch.save(common, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     return masters
 
 
 GROUPS = [{"lr": 0.1, "wd_mult": 1.0, "params": [0]}, {"lr": 0.1, "wd_mult": 0.0, "params": [1]}]
 
 
+@pytest.mark.parametrize("is_in_chunks", [False, True], ids=["common.pt", "common_state"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_optimizer_of_torch_dist_is_there_by_name(tmp_path: Path, count: int) -> None:
-    masters = write_torch_dist(tmp_path / "saved", [*GROUPS, GROUPS[0]][:count])
+def test_the_optimizer_of_torch_dist_is_there_by_name(tmp_path: Path, count: int, is_in_chunks: bool) -> None:
+    masters = write_torch_dist(tmp_path / "saved", [*GROUPS, GROUPS[0]][:count], is_in_chunks=is_in_chunks)
     report = ckptfix.repair(tmp_path / "saved", output=tmp_path / "whole.pth").report
     assert [finding.evidence for finding in report.findings if finding.code == "FIL105"] == [{"trained in": "bfloat16"}]
     whole = torch.load(tmp_path / "whole.pth")
@@ -465,6 +471,7 @@ def test_the_optimizer_of_torch_dist_is_there_by_name(tmp_path: Path, count: int
         assert torch.equal(state[name]["exp_avg_sq"], master + 2000)
         assert state[name]["step"] == 3
     assert state.keys() == whole["model"].keys()
+    assert whole.keys() == {"model", "optimizer", "args", "iteration"}
     if count == 3:
         assert groups is None
     else:
