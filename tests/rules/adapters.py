@@ -16,8 +16,10 @@ LINEAR = ["q", "block.0.fc"]
 
 
 # Parts of the names of what peft trains.
-TRAINED = ("lora_", "modules_to_save", "trainable_tokens", "ia3_", "hada_", "lokr_", "ln_tuning")
-TRAINED += tuple(name for method in METHODS.values() for name in method.roles)
+TRAINED = (
+    *("lora_", "modules_to_save", "trainable_tokens", "ia3_", "hada_", "lokr_", "ln_tuning"),
+    *(name for method in METHODS.values() for name in method.roles),
+)
 
 
 class Attention(nn.Module):
