@@ -329,7 +329,8 @@ def test_a_model_that_was_saved_with_its_adapter_inside(is_folder, name, tmp_pat
         beside.write_text(json.dumps({key: value for key, value in own.items() if value is not None}))
         (found,) = [finding for finding in ckptfix.check(file).findings if finding.code == "FIL108"]
         assert found.remedies[0].is_complete == is_known
-    repaired, report = ckptfix.repair_state_dict(whole, **dict(found.remedies[0].options))
+    options: dict[str, Any] = dict(found.remedies[0].options)
+    repaired, report = ckptfix.repair_state_dict(whole, **options)
     want = merged_by_peft([adapter])
     assert_same(dict(sorted(repaired.items())), dict(sorted(want.items())))
     assert report.exit_code == 0

@@ -84,8 +84,8 @@ def test_a_plain_file_with_names_becomes_one(tmp_path: Path) -> None:
 
 def test_flat_keys_become_groups_of_parameters_with_the_same_options(tmp_path: Path) -> None:
     """As torchtitan saves them, with the options of each parameter. DeepSpeed 0.19.8 resumes from the result."""
-    options = {"a.weight": 0.1, "a.bias": 0.0, "b.weight": 0.1}
-    optimizer = {f"state.{name}.{what}": torch.rand(2) for name in options for what in ("exp_avg", "exp_avg_sq")}
+    options, moments = {"a.weight": 0.1, "a.bias": 0.0, "b.weight": 0.1}, ("exp_avg", "exp_avg_sq")
+    optimizer: dict[str, Any] = {f"state.{name}.{what}": torch.rand(2) for name in options for what in moments}
     optimizer |= {f"state.{name}.step": torch.tensor(7.0) for name in options}
     optimizer |= {f"param_groups.{name}.weight_decay": decay for name, decay in options.items()}
     torch.save({"model": {name: torch.ones(2) for name in options}, "optimizer": optimizer}, tmp_path / "a.pth")

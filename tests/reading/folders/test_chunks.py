@@ -122,5 +122,5 @@ def test_equal_codes_of_other_quantisers_are_other_tensors(reads: bool) -> None:
     assert all(torch.equal(each.int_repr(), QUANTISED[0].int_repr()) for each in QUANTISED)
     for at, one in enumerate(QUANTISED):
         for other_at, other in enumerate(QUANTISED):
-            pair = [spec_of_tensor(one), spec_of_tensor(other.clone())]
-            assert agree(pair, "f", reads=reads) is is_same(*pair, "f") is (at == other_at)
+            first, second = spec_of_tensor(one), spec_of_tensor(other.clone())
+            assert agree([first, second], "f", reads=reads) is is_same(first, second, "f") is (at == other_at)
