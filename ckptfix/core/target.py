@@ -179,17 +179,28 @@ def _sizes(
 
 
 def _grid(module: torch.nn.Module) -> tuple[int, ...] | None:
-    """Return the grid of patches of a module that takes images, or videos if its configuration has a video's sizes."""
-    of_config = grid_of(getattr(vars(module).get("config"), "__dict__", {})) or ()
-    return grid_of(vars(module)) or (of_config if len(of_config) > 2 else None)
+    """Return the grid of patches of a module that takes images, or videos or sounds if its configuration has their
+    sizes."""
+    config = getattr(vars(module).get("config"), "__dict__", {})
+    of_config = grid_of(config) or ()
+    return grid_of(vars(module)) or (of_config if len(of_config) > 2 or "frequency_stride" in config else None)
+
+
+# The sizes of AST in transformers.
+_SPECTROGRAM = ("num_mel_bins", "max_length", "frequency_stride", "time_stride", "patch_size")
 
 
 def grid_of(fields: Mapping[str, object]) -> tuple[int, ...] | None:
     """Return the rows and columns of patches into which images are divided, by the attributes of a module or
-    configuration; for videos, the number of time steps comes first. None if they do not say."""
+    configuration; for videos, the number of time steps comes first, for spectrograms that of frequencies. None if they
+    do not say."""
     for name in ("grid_size", "patches_resolution", "patch_shape", "feat_size"):
         if (grid := _pair(fields.get(name))) is not None:
             return grid
+    sound = [size for name in _SPECTROGRAM if isinstance(size := fields.get(name), int) and size > 0]
+    if len(sound) == len(_SPECTROGRAM):
+        bins, steps, *strides, side = sound
+        return tuple((size - side) // stride + 1 for size, stride in zip((bins, steps), strides, strict=True))
     image = _pair(fields.get("image_size")) or _pair(fields.get("img_size"))
     patch, tubelet = _pair(fields.get("patch_size")), _window(fields.get("tubelet_size"))
     frames = fields.get("num_frames")

@@ -19,7 +19,7 @@ from ckptfix.values.adapted_tensors import is_of_blocks
 
 # Segments of keys that hold position embeddings; `pos_head` and `pos_tag` do not.
 POSITIONS = re.compile(
-    r"(?:^|[._])(?:wpe(?=\.|$)|(?:abs(?:olute)?_|rel_)?pos(?:ition(?:al|s)?)?"
+    r"(?:^|[._])(?:wpe(?=\.|$)|time_embed(?:dings?)?$|(?:abs(?:olute)?_|rel_)?pos(?:ition(?:al|s)?)?"
     r"(?:_?emb(?:ed(?:ding)?s?)?\d*(?=[._]|$)|(?:_(?:[dhtwxy]|ids|table|(?:bias|enc)\w*))?(?=\.|$)))",
     re.IGNORECASE,
 )
@@ -31,6 +31,8 @@ _IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_
 
 # Positions of the rows or columns of images, or of the frames of videos.
 _ONE_AXIS = re.compile(r"(?:^|[._])(?:rows?|col(?:umn)?s?|temporal|time|frames?|mit)(?=[._])", re.IGNORECASE)
+
+_FRAMES = re.compile(r"(?:^|\.)time_embed(?:dings)?$")  # of TimeSformer, by its own code and in transformers
 
 # Words in the classes around a table. In GroupViT, a text class has the model's name with "ViT" in it.
 _OWNERS = re.compile("Vision|Image|ViT(?!.*(?:Text|Decoder))|Text|Decoder|Language")
@@ -109,6 +111,8 @@ class PositionTable(Struct, frozen=True, dict=True):
             return tuple(dict.fromkeys((first, "swin", "beit", "bilinear"))), library if self.own else ""
         if self.last:
             return (_LAST,), library
+        if _FRAMES.search(self.key):
+            return ("nearest",), ""
         if not self.is_of_images:
             is_shorter = self.new < self.old and not _DISTANCES.search(self.key)
             is_trained = self.key not in self.pairing.fixed and self.key not in self.target.frozen
@@ -226,7 +230,8 @@ class PositionTable(Struct, frozen=True, dict=True):
         if len(old) == 1:
             return f"{old[0]} positions in the file and {new[0]} in the model"
         tokens = 0 if len(self.old) == 4 else self._rows(self.old) - math.prod(old)
-        beside = f" (and {counted(tokens, 'token')})" if tokens else ""
+        is_used = "Swinv2Embeddings" not in (self.target.modules or {}).get(self.around[0], "")
+        beside = f" (and {counted(tokens, 'token' if is_used else 'row that no token uses')})" if tokens else ""
         return f"a grid of {size(old)} in the file{beside}, of {size(new)} in the model{remark}"
 
     def grids(self, given: Adaptation | None) -> tuple[Grid, Grid] | str:

@@ -174,6 +174,21 @@ KNOWN: dict[str, tuple[Pair, str, str]] = {
         "pos_embed=nearest",
         "4x4 in the file (and 1 token), of 6x6 in the model",
     ),
+    "TimeSformer with more frames": (
+        lambda: tuple(transformers_model("Timesformer", **NARROW, image_size=32, num_frames=size) for size in (8, 12)),
+        "pos_embed=nearest",
+        "8 positions in the file and 12 in the model",
+    ),
+    "Swin v2 with absolute positions": (
+        lambda: tuple(
+            transformers_model(
+                "Swinv2", embed_dim=8, depths=[1], num_heads=[2], use_absolute_embeddings=True, image_size=size
+            )
+            for size in (32, 64)
+        ),
+        "pos_embed=plain",
+        "a grid of 8x8 in the file (and 1 row that no token uses), of 16x16 in the model",
+    ),
     "ViLT": (
         lambda: tuple(transformers_model("Vilt", **NARROW, image_size=size, vocab_size=9) for size in (64, 96)),
         "pos_embed=vilt",
@@ -251,6 +266,7 @@ BY_CLASS = {
     "TimeSformer",
     "ViLT",
     "AIMv2",
+    "Swin v2 with absolute positions",
 }
 
 

@@ -149,6 +149,18 @@ def test_models_of_transformers_with_a_formula_of_their_own(model, size, recipe)
     assert "the model is one of transformers; pos_embed=timm and pos_embed=plain" in finding.remedies[0].text
 
 
+def test_a_spectrogram_has_frequencies_and_times(tmp_path):
+    """The grid of AST's model is known, and that of a file by the configuration next to it."""
+    from transformers import ASTConfig, ASTModel
+
+    old, new = (ASTModel(ASTConfig(**NARROW, max_length=size)) for size in (512, 1024))
+    (finding,) = propose(shape_mismatch, old.state_dict(), new)
+    assert "602 positions are not those of a square grid and 2 tokens" in finding.message
+    old.save_pretrained(tmp_path)
+    (finding,) = ckptfix.check(tmp_path, new, select="FIT103").findings
+    assert "a grid of 12x50 in the file (and 2 tokens), of 12x101 in the model" in finding.message
+
+
 def test_seggpt_has_a_class_token_in_its_table_only():
     from transformers import SegGptConfig, SegGptModel
 
