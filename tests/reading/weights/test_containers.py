@@ -1,5 +1,6 @@
 import pickle
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,10 +106,11 @@ def test_the_metadata_goes_with_its_state_dict(tmp_path):
 
 
 def test_the_sizes_and_devices_of_tensordict_stay_in_the_metadata(tmp_path):
-    state = OrderedDict(NET)
+    state: Any = OrderedDict(NET)
     state._metadata = OrderedDict({"": {"batch_size": torch.Size([3]), "device": torch.device("cpu"), "of": [1, "a"]}})
     checkpoint = opened(saved(state, tmp_path))
-    assert (checkpoint.remarks, checkpoint.state_dict()._metadata) == ((), state._metadata)
+    opened_state: Any = checkpoint.state_dict()
+    assert (checkpoint.remarks, opened_state._metadata) == ((), state._metadata)
     for form in ("pth", "safetensors"):
         path = tmp_path / f"out.{form}"
         assert ckptfix.repair(checkpoint.path, format=form, output=path).report.exit_code == 0

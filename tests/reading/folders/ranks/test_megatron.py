@@ -426,7 +426,7 @@ def test_a_rank_of_another_run_is_named(tmp_path: Path, args: dict[str, Any], le
 
 
 def write_torch_dist(
-    folder: Path, groups: list[dict[str, Any]], step: Any = 3.0, is_in_chunks: bool = False, **changed: Any
+    folder: Path, groups: list[dict[str, Any]], step: Any = 3.0, is_in_chunks: Any = False, **changed: Any
 ) -> dict[str, torch.Tensor]:
     """Write what megatron-core does of a mixed-precision optimizer, whose common data is in one of the chunks since
     0.20; return the masters."""
