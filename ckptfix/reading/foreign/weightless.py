@@ -24,7 +24,8 @@ _RANDOM = {(5056,), (5048,), (816,), (816008,), (824048,), (16,)}
 
 def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
     """Return whether a mapping is the state of an optimizer: its state_dict, or its pickled attributes."""
-    is_nested = "param_groups" in mapping and any(name in mapping for name in STATES)
+    has_groups = "param_groups" in mapping or "hypers" in mapping  # the latter in fastai
+    is_nested = has_groups and any(name in mapping for name in STATES)
     return is_nested or is_flat_optimizer(mapping) or is_zero_state(mapping) or _are_moments(mapping)
 
 

@@ -82,8 +82,13 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
         numel = sum([tensor.numel for tensor in mapping.values() if isinstance(tensor, TensorSpec)])
         numel += sum([math.prod(array.shape) for array in mapping.values() if isinstance(array, NumpyArray)])
         candidates.append(Candidate(place, _count_tensors(mapping), numel))
-    # AveragedModel adds a key, so under any name it would be the larger set.
-    ranked = sorted(candidates, key=lambda candidate: (COUNTER in found[candidate.path], *rank(candidate)))
+
+    def last(candidate: Candidate) -> tuple[bool, ...]:
+        keys = found[candidate.path]
+        return (_are_samples(keys), COUNTER in keys)  # AveragedModel adds a key: it would be the larger set
+
+    ranked = sorted(candidates, key=lambda candidate: (*last(candidate), *rank(candidate)))
+    ranked = [each for each in ranked if each is ranked[0] or not _are_samples(found[each.path])]
     if weights is not None:
         path, value, picked = _pick(document, found, [candidate.path for candidate in ranked], weights, narrow)
     elif ranked:
@@ -251,6 +256,13 @@ def _is_set(mapping: Mapping[Any, Any]) -> bool:
         and (isinstance(value, NumpyArray) or value.numel > 1 or value.dtype.startswith("float"))
         for value in held
     )
+
+
+def _are_samples(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping has columns of one length, as a replay buffer has, and no name of a layer."""
+    held = [value.shape for value in mapping.values() if isinstance(value, (TensorSpec, NumpyArray))]
+    are_columns = len(held) > 2 and all(held) and len({shape[0] for shape in held}) == 1
+    return are_columns and not any("." in str(key) or _is_of_layer(key) for key in mapping)
 
 
 def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:

@@ -32,6 +32,8 @@ OPTIMIZER = {
         ({"ema": EMA, "something": NET}, ("something",)),
         ({"average": {**EMA, "decay": torch.ones(1)}, "student": NET}, ("student",)),
         ({"slow": AVERAGED, "student": NET}, ("student",)),
+        ({"replay": {name: torch.ones(9, 2) for name in "sard"}, "agent": NET}, ("agent",)),
+        ({"opt": {"state": [{"mom": torch.ones(9), "sqr": torch.ones(9)}], "hypers": []}, "agent": NET}, ("agent",)),
         ({"model": {**NET, "more": torch.ones(1)}, "state_dict": NET}, ("state_dict",)),
         ([3, NET], (1,)),
         ((NET, 3), (0,)),
@@ -50,6 +52,8 @@ OPTIMIZER = {
         "beside an average",
         "beside an average with a number",
         "beside an AveragedModel of any name",
+        "beside a replay buffer",
+        "beside fastai's optimizer",
         "the better name",
         "in a list",
         "in a tuple",
@@ -60,7 +64,9 @@ OPTIMIZER = {
     ],
 )
 def test_the_state_dict_is_found(value, path, tmp_path):
-    assert opened(saved(value, tmp_path)).container == path
+    checkpoint = opened(saved(value, tmp_path))
+    assert checkpoint.container == path
+    assert all(each.name not in ("replay", "opt.state[0]") for each in checkpoint.candidates)
 
 
 @pytest.mark.parametrize("weights", ["ema", "model"])
