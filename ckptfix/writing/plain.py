@@ -428,6 +428,11 @@ def _mapping(value: Opaque) -> Any:
     return dict(value.pairs)
 
 
+def _inner(name: str) -> Callable[[Opaque], Any]:
+    """Return the function that makes the plain form of a class that wraps its content in one attribute."""
+    return lambda value: value.attributes.get(name, list(value.items) or dict(value.pairs))
+
+
 _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     "argparse.Namespace": lambda value: dict(value.attributes),
     "types.SimpleNamespace": lambda value: dict(value.attributes),
@@ -460,5 +465,13 @@ _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     "detectron2.config.config.CfgNode": _mapping,
     "box.box.Box": _mapping,
     "box.config_box.ConfigBox": _mapping,
-    "box.box_list.BoxList": lambda value: value.attributes.get("items", list(value.items)),
+    "box.box_list.BoxList": _inner("items"),
+    "fastcore.foundation.L": _inner("items"),
+    "collections.UserList": _inner("data"),
+    "collections.UserDict": _inner("data"),
+    "collections.IterableUserDict": _inner("data"),  # the same in protocol 2
+    "ml_collections.config_dict.config_dict.ConfigDict": _inner("_fields"),
+    "mmengine.config.config.ConfigDict": lambda value: value.args[0] if value.args else _mapping(value),
+    "frozendict.frozendict": lambda value: value.args[0] if value.args else {},
+    "addict.addict.Dict": lambda value: dict(value.pairs),
 }

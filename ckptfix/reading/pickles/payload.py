@@ -31,10 +31,13 @@ GRAPH_CODE = "the code of a torch.fx graph"  # the name of that code in edits
 _NAMED = 4
 
 # Modules of Python 2 that were renamed, and C modules with the functions of another module.
-MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
+MODULE_ALIASES = {
+    **{"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg"},
+    **dict.fromkeys(("UserDict", "UserList", "UserString"), "collections"),
+}
 _RENAMED = {
     **MODULE_ALIASES,
-    **{"UserList": "collections", "UserString": "collections", "_operator": "operator", "_functools": "functools"},
+    **{"_operator": "operator", "_functools": "functools", "_abcoll": "collections.abc"},
     **{"ConfigParser": "configparser", "thread": "_thread"},
 }
 _MOVED = r"^torch\.(?:nn\.(?:quantized|intrinsic|qat|quantizable)|quantization)(?=\.)"

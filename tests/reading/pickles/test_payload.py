@@ -1,3 +1,4 @@
+import _compat_pickle
 import argparse
 import collections
 import collections.abc
@@ -38,7 +39,7 @@ from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError
 from ckptfix.reading.opening import open_file
-from ckptfix.reading.pickles.payload import is_payload, is_trusted, payload_remarks, runs_code
+from ckptfix.reading.pickles.payload import _lists, is_payload, is_trusted, payload_remarks, runs_code
 from ckptfix.reading.torch_files.torch_legacy import read
 from tests.attacks.crafted import torch_zip
 
@@ -320,6 +321,10 @@ def test_every_trusted_name_is_one_that_exists_in_some_release():
     """A misspelt line would not trust anything."""
     for name in ("collections.OrderedDict", "zoneinfo.ZoneInfo._unpickle", "numpy._core.multiarray.scalar"):
         assert is_trusted(name)
+    for module, names in _lists("trusted_globals.txt").items():
+        for name in names:  # and as protocol 2 names it, which torch.save writes
+            old, leaf = _compat_pickle.REVERSE_NAME_MAPPING.get((module, name), (module, name))
+            assert is_trusted(f"{_compat_pickle.REVERSE_IMPORT_MAPPING.get(old, old)}.{leaf}"), (module, name)
     assert is_trusted("builtins.len")  # of a defaultdict that numbers what it is asked for
     assert not is_trusted("collections")
 
