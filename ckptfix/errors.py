@@ -3,8 +3,6 @@
 Each message is one line that says what is wrong, in which file, and what to do next. Any other exception that escapes
 from ckptfix is a bug."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from msgspec import Struct

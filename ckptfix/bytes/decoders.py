@@ -1,7 +1,5 @@
 """Decoders of compressed bytes from the standard library, each with a limit on its memory."""
 
-from __future__ import annotations
-
 import bz2
 import lzma
 import zlib

@@ -11,8 +11,6 @@ A pickle of a few bytes can also refer to one object many times. Copying, hashin
 too, or a small file never ends (memo bombs, colliding keys, calls that copy the same list again and again). Nothing
 here depends on what the objects mean."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable

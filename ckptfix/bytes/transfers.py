@@ -1,7 +1,5 @@
 """Errors of places (a disk, a server, a bucket), and retries of those that may pass."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import math

@@ -1,7 +1,5 @@
 """Completion in bash, which splits words at `:` and `=`: `known:timm/resnet50` is three words."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -2,8 +2,6 @@
 
 The report goes to stdout, everything else to stderr. An error is one line, and the exit code is 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

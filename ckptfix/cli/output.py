@@ -1,7 +1,5 @@
 """Writes reports to stdout in the requested format, and as an HTML page."""
 
-from __future__ import annotations
-
 import json
 import platform
 import sys

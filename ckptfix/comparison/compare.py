@@ -5,8 +5,6 @@ specs      shapes and dtypes of the pairs
 values     in blocks, so that no tensor is in memory as a whole; then the checksums of both files, if they have any
 the rest   ties, entries that are not tensors, _metadata, everything outside the state_dict"""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """The result of a comparison as data, as text and as JSON."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -2,8 +2,6 @@
 
 ``pos_embed=timm``, ``pos_embed@visual.*=timm:14x14:24x24``, ``vocab=pad:mean``, ``head=classes.txt``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase

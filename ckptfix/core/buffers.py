@@ -3,8 +3,6 @@
 The running statistics of BatchNorm are learned. All others can be computed from the model's configuration, so releases
 move them in and out of the state_dict: what one release saved, the next does not expect."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 

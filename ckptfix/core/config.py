@@ -3,8 +3,6 @@
 Its keys are the long flags of the command line without their dashes, its values what the flags take. Files are never
 merged, and the command line overrides the file."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How much of a target came from the file, and whether a strict load can succeed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 

@@ -2,8 +2,6 @@
 
 The text is made in ``report``, which ``core`` cannot import, so ``report`` registers it here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 A value of a type that JSON lacks becomes ``{"ckptfix": type, "value": …}``; one that cannot be converted (a tensor of
 an optimizer) is left out, and the caller gets its place."""
 
-from __future__ import annotations
-
 import base64
 from collections import OrderedDict
 from collections.abc import Callable, Mapping

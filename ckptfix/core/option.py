@@ -1,7 +1,5 @@
 """What an option is: its name, type, commands, and the files in which it may be set."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from enum import Enum, auto
 

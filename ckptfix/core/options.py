@@ -3,8 +3,6 @@
 The command line, the settings of the library, ``ckptfix.toml``, ``zoo.toml`` and every printed command are derived from
 it. Options that the library takes too are fields of ``core.settings.Settings``, all others are rows here."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """The results of a forward test and of the proof of a map, for the report."""
 
-from __future__ import annotations
-
 import math
 
 from msgspec import Struct

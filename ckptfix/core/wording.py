@@ -1,7 +1,5 @@
 """How names and commands are formatted in messages."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Sequence

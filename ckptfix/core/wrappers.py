@@ -1,7 +1,5 @@
 """The segments that wrappers of modules add to keys, and how to remove them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 

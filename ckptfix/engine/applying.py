@@ -3,8 +3,6 @@
 The edits of a step apply at once, so that two keys can swap their names. The result is a new lazy checkpoint: no tensor
 is read, except those of a donor, to verify their checksums."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

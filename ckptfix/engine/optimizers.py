@@ -1,8 +1,6 @@
 """Applies the ``Regroup``, ``Moments`` and ``Omit`` edits of ``rules.following`` to the optimizers of a checkpoint,
 lazily, as with weights."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy

@@ -1,7 +1,5 @@
 """Checks the settings before any work begins, and raises an error for a setting that is invalid or needs another."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finds the known message in a text, and explains it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -3,8 +3,6 @@
 The rules themselves examine the keys: missing ones as the target, unexpected ones as the checkpoint. A message gives no
 shapes for them, so the findings rest on names, and only the file and the model can confirm them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Formats an explanation for people and as JSON, and compares it with the report on a file."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Parses the keys and shapes in a message of torch, transformers, fvcore or mmcv."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import chain, islice, product

@@ -3,8 +3,6 @@
 A log has timestamps, ranks, colours, quotation marks, progress bars and lines that a terminal has wrapped, and a
 traceback may contain several exceptions, of which one matters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from enum import Enum

@@ -4,8 +4,6 @@ The names are tried as they are, without the segments of wrappers, and without c
 find candidate structures, each of which is compared in full. A model is identified only if every tensor outside its
 head is in the file with the right shape."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections import Counter

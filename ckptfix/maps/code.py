@@ -1,7 +1,5 @@
 """Generates a Python function ``convert(state_dict)`` from a map; it only needs torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

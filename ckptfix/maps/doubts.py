@@ -3,8 +3,6 @@ label of a match and does not change its parts.
 
 Each kind of doubt is a function that names the implementations in which it occurs."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Folds an inferred map into rules: one for all layers of a stack, for weight and bias, and for split tensors."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """An inferred map as data: for each key of the target, its source and the confidence in it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field

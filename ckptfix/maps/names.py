@@ -4,8 +4,6 @@ Two libraries write ``blocks.3.attn.qkv.weight`` and ``encoder.layer.3.attention
 ``CONCEPTS`` has a line for each concept, or several concepts of a fused layer, with the words that libraries use for
 it. A word that is not in the table is its own concept."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ each way to name the positions: by the file itself (``param_names``, or names in
 (``maps.recipes``), the way in which a trainer puts parameters into groups. A recipe fits if the sizes of the groups and
 the shapes of the moments do. ``rules.position_names`` chooses the orders to try."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain

@@ -3,8 +3,6 @@
 A ``Recipe`` gives the group of each parameter of a ``Layout``; ``maps.positions`` checks whether it fits. For custom
 scripts, recipes are generated from the sizes and rows of an ``Optimizer``."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A stack of equal blocks is matched once: its blocks are pooled into one template, whose leaves have the shapes of all
 instances, so that each decision uses the evidence of all blocks."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict

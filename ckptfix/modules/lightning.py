@@ -1,8 +1,6 @@
 """``lightning:PKG.MOD:CLASS``: builds a LightningModule, as ``load_from_checkpoint`` does, from the arguments that
 Lightning saved in the checkpoint. They are read inertly, so only plain data reaches the class."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Mapping

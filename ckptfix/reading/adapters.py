@@ -2,8 +2,6 @@
 
 Only names, shapes and the configuration are read here; rules find the layers of the base that an adapter changes."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

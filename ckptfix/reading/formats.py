@@ -2,8 +2,6 @@
 
 To add one, write a module with ``read(content)``, and add its line to ``FORMATS``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib import import_module
 

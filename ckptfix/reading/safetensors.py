@@ -7,8 +7,6 @@ safetensors has no place for the container around a state_dict. ckptfix stores i
 three names: ``ckptfix.metadata`` (torch's ``_metadata``), ``ckptfix.ties`` (alias → stored key) and
 ``ckptfix.container`` (path and plain extras)."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import OrderedDict

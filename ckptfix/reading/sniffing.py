@@ -2,8 +2,6 @@
 
 Every file is tested, so readers are imported only if the first bytes match."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -8,8 +8,6 @@ Workflow commands, which GitHub Actions shows beside the file:
 https://docs.github.com/actions/reference/workflow-commands-for-github-actions. Escapes: ``escapeData`` and
 ``escapeProperty`` in https://github.com/actions/toolkit/blob/main/packages/core/src/command.ts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

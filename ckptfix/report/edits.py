@@ -1,7 +1,5 @@
 """The edits of a plan in few lines: ``rename 122 keys: module.{…} → {…}``."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

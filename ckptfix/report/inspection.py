@@ -1,7 +1,5 @@
 """What ``inspect`` shows of a checkpoint: where its state_dict is, its tensors, what else it holds. Reads no tensor."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial

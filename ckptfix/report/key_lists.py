@@ -3,8 +3,6 @@
 Keys are split into segments. Two patterns that differ in only one segment are merged into one with both alternatives,
 so each pattern is a full product and stands for exactly the keys that were put in."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Which known architecture a file looks like, in words, and the command that compares the two."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec

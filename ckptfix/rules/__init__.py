@@ -2,8 +2,6 @@
 
 A module whose name begins with a code is that rule; the others hold what rules share."""
 
-from __future__ import annotations
-
 from ckptfix.rules.rule import Needs, Rule
 
 # Every rule, once. What names say comes before what shapes say, and both before what values say.

@@ -1,7 +1,5 @@
 """Which tensors of the base an adapter's layers change, matched by name, and the errors if the base lacks them."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

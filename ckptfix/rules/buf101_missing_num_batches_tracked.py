@@ -28,8 +28,6 @@ the counter, while torch supplies it to an old BatchNorm.
 - https://github.com/pytorch/pytorch/issues/110361
 - https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key

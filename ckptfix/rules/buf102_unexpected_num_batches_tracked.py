@@ -19,8 +19,6 @@ dropped; no other tensor changes.
 - https://github.com/pytorch/pytorch/issues/8481
 - https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key

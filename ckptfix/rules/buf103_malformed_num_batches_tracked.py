@@ -21,8 +21,6 @@ large is replaced by zero, which is unsafe. No other stored count is ever overwr
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`_load_from_state_dict`: one element into
   0-d)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key

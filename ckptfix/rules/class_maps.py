@@ -1,7 +1,5 @@
 """The rows of a head for other classes: the row of the file for each row of the model, by a map or by two lists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

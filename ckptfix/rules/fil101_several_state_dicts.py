@@ -35,8 +35,6 @@ swapped places in the code since then would get each other's weights: compare th
 ## Sources
 Field reports: MeanFlow#12, actionformer_release#103; DINO, MoCo and BYOL save two networks in one state_dict."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 
 from ckptfix.core.checkpoint import Checkpoint, path_name, value_at

@@ -40,8 +40,6 @@ torch.load reads but ckptfix cannot write, so it leaves the file unchanged.
 https://pytorch.org/docs/stable/notes/serialization.html#weights-only; piper#718, bark#653, open-retina#186,
 SketchKit#90, ultralytics#19778."""
 
-from __future__ import annotations
-
 from ast import literal_eval
 from collections.abc import Iterator
 

@@ -17,8 +17,6 @@ Tensors tagged `cuda:3` are written with the tag `cpu`; `model.to(device)` moves
 ## Sources
 `torch/serialization.py` (`validate_cuda_device`, `default_restore_location`); RoMaV2#50."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.edits import Retag

@@ -19,8 +19,6 @@ conversions drop the optimizer on purpose.
 ## Sources
 https://github.com/huggingface/safetensors#format: one flat table of tensors, plus text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Blocks, Finding, Level, Remedy, counted

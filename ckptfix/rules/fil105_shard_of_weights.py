@@ -37,8 +37,6 @@ Field reports: PhysRAG#3 (ZeRO-3), dinov2#544 (`_flat_param`). https://www.deeps
 https://huggingface.co/docs/transformers/big_models#sharded-checkpoint,
 https://pytorch.org/docs/stable/fsdp.html, https://pytorch.org/docs/stable/distributed.checkpoint.html"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -25,8 +25,6 @@ https://pytorch.org/docs/stable/generated/torch.jit.freeze.html,
 https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md,
 https://pytorch.org/docs/stable/notes/modules.html#module-state (what a state_dict holds)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.facts import Kind, clause

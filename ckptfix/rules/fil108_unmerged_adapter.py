@@ -35,8 +35,6 @@ trained from. Without `--adapter` nothing is merged: the scale of the product is
 - https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2402.09353 (DoRA)
 - https://arxiv.org/abs/2205.05638 (IA3), https://arxiv.org/abs/2309.14859 (LoHa and LoKr)"""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -21,8 +21,6 @@ is wrong.
 ## Sources
 https://huggingface.co/docs/safetensors: the format begins with the length of its header."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.edits import Rewrite

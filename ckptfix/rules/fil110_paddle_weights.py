@@ -18,8 +18,6 @@ convolutions have the same layout in both.
 https://www.paddlepaddle.org.cn/documentation/docs/en/api/paddle/nn/Linear_en.html: the weight is [in_features,
 out_features]."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Blocks, Finding, Level, advise

@@ -22,8 +22,6 @@ earlier checkpoint. Fetching the file again is better. `--ignore FIL201` with `-
 ## Sources
 APPNOTE.TXT 4.4.7 (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT), `torch/serialization.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.bytes.checksums import soundness, storages_of

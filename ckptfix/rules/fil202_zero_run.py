@@ -19,8 +19,6 @@ There is no fix, because the zeros may be intended. Compare the file with anothe
 ## Sources
 https://en.wikipedia.org/wiki/Data_corruption (sectors that cannot be read are returned as zeros by many tools)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.bytes.checksums import WORD, Hole, longest_holes, storages_of

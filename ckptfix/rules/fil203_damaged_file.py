@@ -32,8 +32,6 @@ Three kinds of doubt stay a warning:
 https://github.com/Lightning-AI/pytorch-lightning/issues/688 (a killed save),
 https://pytorch.org/docs/stable/notes/serialization.html"""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -26,8 +26,6 @@ the weights, `--disarm` writes only the tensors of the state_dict; judge for you
 ## Sources
 https://github.com/mmaitre314/picklescan and https://github.com/trailofbits/fickling, whose lists this one follows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from msgspec.structs import replace

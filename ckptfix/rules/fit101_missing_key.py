@@ -29,8 +29,6 @@ either if `weight_u` is stored: they belong together and scale the weights.
 - https://github.com/microsoft/torchgeo/issues/4036 (a mismatch that strict=False swallowed)
 - https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict"""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 
 from msgspec.structs import replace

@@ -23,8 +23,6 @@ Unsafe: `--unsafe-fixes` drops learned values. It is not suggested, and the repo
 ## Sources
 - https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict"""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -24,8 +24,6 @@ was rounded.
 - https://github.com/ultralytics/ultralytics/pull/24731 (a cast to float16 above 65504)
 - https://pytorch.org/docs/stable/type_info.html"""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from math import inf

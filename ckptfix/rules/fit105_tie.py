@@ -22,8 +22,6 @@ result. If both keys are in the file, they are left unchanged: nothing shows whi
 - https://github.com/huggingface/safetensors/issues/202
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`load_state_dict` copies module by module)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from ckptfix.core.checkpoint import Checkpoint

@@ -22,8 +22,6 @@ the numbers do not match, there is no fix: the target is another model, or is wr
 - https://github.com/facebookresearch/dinov2/issues/487, /544
 - https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/_flat_param.py"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.checkpoint import Checkpoint

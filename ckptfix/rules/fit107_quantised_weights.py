@@ -38,8 +38,6 @@ their codes if these are renamed.
 - https://huggingface.co/deepseek-ai/DeepSeek-V3 (`weight_scale_inv`, squares of 128)
 - https://github.com/ModelCloud/GPTQModel (the two formats of GPTQ, which differ in the zero points)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from ckptfix.core.dtypes import DTYPES

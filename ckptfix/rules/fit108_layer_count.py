@@ -24,8 +24,6 @@ the file lacks: that is a note.
 - https://github.com/huggingface/transformers-research-projects/tree/main/distillation (every second layer)
 - https://arxiv.org/abs/2312.15166 (SOLAR: layers repeated)"""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple

@@ -30,8 +30,6 @@ to tell whether it belongs to a transposed convolution.
 - https://pytorch.org/docs/stable/generated/torch.nn.utils.parametrize.remove_parametrizations.html
 - https://pytorch.org/docs/stable/generated/torch.nn.utils.prune.remove.html"""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

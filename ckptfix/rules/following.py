@@ -4,8 +4,6 @@ Takes an ``Optimizer``, the ``Change`` of the parameters, and the names that ``p
 Returns ``Followed``: the groups of the result, the source of each parameter's state, and the ``edits`` that
 ``engine.optimizers`` carries out. Nothing is guessed: a state that cannot be carried exactly starts anew."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial

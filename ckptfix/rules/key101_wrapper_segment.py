@@ -22,8 +22,6 @@ nothing is renamed. If the target itself has such segments, KEY103 matches the t
 timm PR#2003, pytorch#117399, ray#43594; `torch/_dynamo/eval_frame.py`, `torch/distributed/fsdp/_common_utils.py`,
 `torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from ckptfix.core.edits import RenameModule, renames

@@ -20,8 +20,6 @@ model.
 ## Sources
 pytorch#3805, pytorch#117399, timm PR#2003."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 

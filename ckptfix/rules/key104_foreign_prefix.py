@@ -26,8 +26,6 @@ auxiliary head may look like the missing one).
 detectron2's `align_and_update_state_dicts` does this by longest common suffix and never looks at shapes
 (Mask2Former#229, OneFormer#52)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet

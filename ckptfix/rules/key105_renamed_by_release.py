@@ -35,8 +35,6 @@ the file does not already have that name. Without a target nothing is renamed: `
 - https://github.com/huggingface/peft/blob/main/src/peft/utils/save_and_load.py
 - https://github.com/huggingface/transformers/issues/29554 (a blanket rename of `gamma` broke ConvNeXt)"""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

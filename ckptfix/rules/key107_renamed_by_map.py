@@ -28,8 +28,6 @@ may name missing keys. A rule with the label `ambiguous` is not applied: choose 
 ## Sources
 The notation of axes is that of einops (https://einops.rocks)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from msgspec.structs import replace

@@ -2,8 +2,6 @@
 
 ``proved`` runs both models to choose between the maps that shapes leave open."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator
 from itertools import islice, starmap

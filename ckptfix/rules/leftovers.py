@@ -1,8 +1,6 @@
 """What FIT101, FIT102 and FIT103 ask of a whole file: whether it belongs to another model, and how its leftover tensors
 may hold the missing ones."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter, defaultdict

@@ -1,8 +1,6 @@
 """Tensors with the right name and another shape that a known formula makes fit: the recipes of ``--adapt`` to offer,
 and the edits that it asks for."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -53,8 +53,6 @@ order too. `--drop-optimizer` drops the optimizer: training continues from the w
 `torch/optim/optimizer.py` (`state_dict`, `load_state_dict`); pytorch#1489; `transformers/trainer.py`
 (`get_decay_parameter_names`); `timm/optim/_param_groups.py`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -24,8 +24,6 @@ drops the optimizer, and `--keep-optimizer` keeps its state as plain data.
 https://github.com/pytorch/ao/tree/main/torchao/optim; `torch/_tensor.py` (`_rebuild_from_type_v2`);
 `torch/optim/adam.py` (`__setstate__`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

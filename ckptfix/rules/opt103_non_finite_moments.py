@@ -16,8 +16,6 @@ the whole optimizer, and `--keep-optimizer` keeps it unchanged.
 ## Sources
 `torch/optim/adam.py`; https://github.com/pytorch/pytorch/issues/15345."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator
 from typing import Any
 

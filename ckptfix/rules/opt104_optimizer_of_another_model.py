@@ -18,8 +18,6 @@ The weights were replaced by those of a wider model, and `optimizer` was copied 
 ## Sources
 `torch/optim/optimizer.py` (`load_state_dict`); pytorch#1489."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator
 

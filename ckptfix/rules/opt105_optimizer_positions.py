@@ -18,8 +18,6 @@ differ, all are listed.
 ## Sources
 `torch/optim/optimizer.py`; the recipes are in `ckptfix/maps/recipes.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

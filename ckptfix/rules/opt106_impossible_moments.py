@@ -23,8 +23,6 @@ In a universal checkpoint, `exp_avg.pt` and `exp_avg_sq.pt` of a parameter are s
 ## Sources
 `torch/optim/adam.py`; https://arxiv.org/abs/1412.6980, section 2.1."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Which of a file's state_dicts each optimizer trains, by its name and by the parameter names that fit it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Takes an ``Optimizer`` and the ``Change`` of the parameters, and returns the ``N
 ``OptimizerScope``: the parameters that such an optimizer has. Names in the file come first (``named_by_itself``), then
 the groups of a live optimizer (``by_live_groups``), then recipes (``by_recipe``). The next step is ``following``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
 

@@ -1,7 +1,5 @@
 """Which layers of a file are quantised, by the tensors that libraries store with the weight or instead of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Iterable, Mapping
 

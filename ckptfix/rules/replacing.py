@@ -1,8 +1,6 @@
 """Replacements for broken values if the user asks for them: ``--replace`` with ``--fill``, ``--recalibrate``, and
 ``--reset-running-stats``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property, partial

@@ -24,8 +24,6 @@ would lose values keep their dtype, and the finding on them remains: bfloat16 ha
 IEEE 754 (rounding); https://arxiv.org/abs/2209.05433 (the 8-bit floats);
 https://pytorch.org/docs/stable/tensor_attributes.html"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key

@@ -29,8 +29,6 @@ fresh layer, which needs training. `--replace VAL103` with `--fill twin` or `--f
 ## Sources
 torch/nn/modules/batchnorm.py; https://github.com/pytorch/pytorch/issues/110361"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED

@@ -32,8 +32,6 @@ replaces them.
 Layers that are zero by design: https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2302.05543 (ControlNet),
 https://arxiv.org/abs/2212.09748 (adaLN-Zero), https://arxiv.org/abs/1706.02677 (the last gamma of a residual block)"""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator

@@ -20,8 +20,6 @@ Unsafe, because it changes values: `--flush-subnormals` sets them to zero and le
 ## Sources
 https://github.com/lukemelas/EfficientNet-PyTorch/issues/39, https://github.com/pytorch/pytorch/issues/19651"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.edits import SUBNORMAL, Zero

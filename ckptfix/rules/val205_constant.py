@@ -19,8 +19,6 @@ Unsafe: `--replace VAL205` with `--fill FILE` or `--fill target` replaces the va
 ## Sources
 torch/nn/init.py; https://www.deeplearningbook.org/contents/optimization.html (section 8.4, on breaking symmetry)"""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -19,8 +19,6 @@ Unsafe: `--replace VAL206` with `--fill FILE`, `twin` or `target` replaces the v
 ## Sources
 torch/nn/init.py and torch/nn/modules/linear.py (the default initialisation)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from ckptfix.core.buffers import split_key

@@ -19,8 +19,6 @@ that the file stores twice.
 ## Sources
 https://arxiv.org/abs/1909.11942 (layers that share their weights)"""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 

@@ -16,8 +16,6 @@ A tensor of shape [3, 10] with a value at [1, 99].
 ## Sources
 https://pytorch.org/docs/stable/generated/torch.sparse.check_sparse_tensor_invariants.html"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Blocks, Finding, Level, advise, counted

@@ -24,8 +24,6 @@ Unsafe, because the twin's values differ: `--replace VAL301 --fill twin` takes t
 https://github.com/huggingface/pytorch-image-models/blob/main/timm/utils/model_ema.py,
 https://huggingface.co/docs/safetensors/torch_shared_tensors (ties that are stored twice)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from ckptfix.core.buffers import split_key

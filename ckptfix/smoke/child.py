@@ -3,8 +3,6 @@ answer as JSON lines to a private file.
 
 The answer does not go to stdout or stderr, because the user's model may print anything there."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json

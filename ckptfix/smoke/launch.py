@@ -1,7 +1,5 @@
 """Starts the child of a forward test, enforces its time limit, and collects its result even if it crashes."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

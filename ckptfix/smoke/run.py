@@ -1,7 +1,5 @@
 """The forward test in the parent: starts the child, and turns its answer or its death into a result and findings."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

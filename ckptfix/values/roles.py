@@ -2,8 +2,6 @@
 
 Names are matched by segment, with tables of names in use; without a match, a tensor counts as a parameter."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

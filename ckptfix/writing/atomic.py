@@ -15,8 +15,6 @@ A temporary file is locked (flock) as long as its process lives. If it can be lo
 next run that writes into the folder removes it. A process number in the name would not do: numbers are reused, and mean
 nothing in another container or on another machine."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Writes a checkpoint to a file, or to shards with an index, and flushes it while it is verified."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

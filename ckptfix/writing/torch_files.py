@@ -1,7 +1,5 @@
 """Writes a checkpoint as a ``.pth`` file: the zip container, or the legacy one for readers older than torch 1.6."""
 
-from __future__ import annotations
-
 import struct
 import sys
 import zlib

@@ -7,8 +7,6 @@ from the masters (``DeepSpeedEngine._load_checkpoint``).
 
 The folder is created under a temporary name, and renamed when it is complete and flushed to disk."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import OrderedDict

@@ -4,8 +4,6 @@ A task reads its source and writes its output itself: URLs from anywhere, folder
 path. The driver submits a bounded number of jobs at a time, and writes the manifest. Each job declares the memory that
 it may take, so that Ray schedules no more on a node than fit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

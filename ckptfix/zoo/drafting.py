@@ -4,8 +4,6 @@
 class, characteristic keys, or the names of its files. ``ckptfix.known`` has the structures that libraries build,
 ``families.toml`` the characteristic names of other models."""
 
-from __future__ import annotations
-
 import glob
 import re
 from collections import Counter

@@ -2,8 +2,6 @@
 
 If a worker dies, only the job that it was running is affected."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -7,8 +7,6 @@ A file named like a checkpoint counts as one: a ``.pth`` that turns out to be an
 and is not copied as another file. Other files are recognised by their first bytes. Names mostly show which files form
 one checkpoint; otherwise one small file is read."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import posixpath

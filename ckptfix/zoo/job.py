@@ -1,7 +1,5 @@
 """A job on one item of a zoo and its result, as plain data for a worker or another node."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Mapping

@@ -10,8 +10,6 @@
 The driver reads no checkpoint. If it is killed, the same command continues where the manifest ends, with the same
 result."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence

@@ -4,8 +4,6 @@ torch.hub, torchvision and timm put the first 8 or more digits of the file's SHA
 (``resnet50-19c8e357.pth``), and ``load_state_dict_from_url(check_hash=True)`` compares them. A repaired file has other
 content, so it gets another name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from posixpath import normpath

@@ -5,8 +5,6 @@ this machine and on another node.
     treat     repair as the table says, or copy bit for bit, into the scratch folder; compute digests
     deliver   put in place, or leave in the scratch folder for the driver, which flushes many files at once"""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Plans the jobs of a migration: what to do with each item, its output's name, and what is done already."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress

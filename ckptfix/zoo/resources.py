@@ -1,7 +1,5 @@
 """Memory and temporary space: how much is free, how much a job may take, and the peak of a job."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import resource

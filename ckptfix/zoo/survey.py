@@ -3,8 +3,6 @@ shortest patterns that match only the files of a group.
 
 No tensor is read, and no code of a file runs."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import math

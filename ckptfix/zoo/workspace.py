@@ -5,8 +5,6 @@ place. With a remote destination or in a dry run, both are in a temporary folder
 fetched from the destination first, and uploaded from time to time. A SIGKILL leaves such folders behind: the next
 migration removes those that no process holds."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -11,8 +11,6 @@
 
 The keys besides ``match`` and ``output`` are those of the configuration file, which are the options of ``repair``."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

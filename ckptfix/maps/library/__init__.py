@@ -3,8 +3,6 @@
 A file is named for its two sides: ``timm-vit_transformers`` maps timm's names to those of transformers. Every map is
 applied in reverse too."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

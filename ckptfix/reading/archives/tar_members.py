@@ -3,8 +3,6 @@
 The headers are followed here and not by ``tarfile``, which crafted archives have put into endless loops
 (CVE-2019-20907, CVE-2025-8194). Layout: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html"""
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Iterator
 from functools import partial

@@ -4,8 +4,6 @@ A stream that ends early or fails its checksum still gives the bytes decoded so 
 reader of the content decides by its own sizes and checksums what is complete. Declared sizes are not trusted: bytes are
 counted while they are unpacked, into memory at first and then into a temporary file without a name."""
 
-from __future__ import annotations
-
 import os
 import re
 import zlib

@@ -2,8 +2,6 @@
 
 They are recognised by content: a ``.pth.tar`` is seldom a tar, and a ``.zip`` may be the torch file itself."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ header before it knows the member's size: size and checksum are zero there, and 
 (APPNOTE.TXT 4.3.7 and 4.3.9), which is accepted if its size equals its distance from the start of the data. A member
 without a descriptor is open: it was being written or downloaded when the file ended."""
 
-from __future__ import annotations
-
 import struct
 from collections import Counter
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ So a tensor of one chunk is a range of that file, and a tensor of several chunks
 ``dcp_to_torch_save`` reads everything into memory instead. Format:
 https://pytorch.org/docs/stable/distributed.checkpoint.html"""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

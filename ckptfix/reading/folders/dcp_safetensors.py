@@ -6,8 +6,6 @@ sizes of the tensors, which are taken from the chunks. So a missing chunk in the
 last chunk in the shard of the last rank; a remark says so. torch saves each chunk once. Format:
 https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/hf_storage.py"""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import OrderedDict

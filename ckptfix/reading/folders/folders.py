@@ -1,7 +1,5 @@
 """Reads folders that are one checkpoint, and finds the checkpoints in other folders."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial

@@ -3,8 +3,6 @@
 The index is ``{name: {"dtype": "bfloat16", "shape": [3, 4]}}``. For a weight that stays in a safetensors file, the
 index has the path of that file and the name in it. Source: ``accelerate/utils/offload.py`` (1.15)."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ The shards become one document without reading tensors. The index and the shards
 keys in other shards than the index says, keys that are not in the index, and keys in two shards are damage. Loaders
 that compare one way only leave random weights in the gaps (sglang PR#32279)."""
 
-from __future__ import annotations
-
 from codecs import BOM_UTF8
 from collections import Counter, OrderedDict
 from collections.abc import Mapping

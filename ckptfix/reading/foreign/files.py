@@ -4,8 +4,6 @@ torch's messages for these (``invalid load key, 'v'``, ``Unsupported operand 60`
 tested here only after all formats failed, so that no checkpoint is called something else. File names count only if the
 content does not tell."""
 
-from __future__ import annotations
-
 import base64
 import codecs
 import html

@@ -1,7 +1,5 @@
 """The known files and folders that are not checkpoints, from ``signatures.toml``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from functools import cache

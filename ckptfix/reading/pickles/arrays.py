@@ -1,7 +1,5 @@
 """numpy arrays in a pickle. They are not built as arrays; their bytes become those of a tensor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

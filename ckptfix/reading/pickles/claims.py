@@ -1,7 +1,5 @@
 """Checks of what a pickle claims about shapes, dtypes and storages (law 7 of the architecture)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -7,8 +7,6 @@ object. No entry of the table imports or runs anything that the file names, and 
 Sources: ``torch/_utils.py`` and ``torch/serialization.py`` (the rebuild functions of torch 0.1 to 2.13),
 ``numpy/core/multiarray``."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections import OrderedDict

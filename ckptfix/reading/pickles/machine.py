@@ -8,8 +8,6 @@ from 0 to 5 are read, including the byte strings of Python 2 (``python2_text``).
 Sizes in the stream are claims: nothing is allocated before the bytes are known to exist, and every object is counted
 (``ckptfix.bytes.limits``)."""
 
-from __future__ import annotations
-
 import codecs
 import re
 import struct

@@ -9,8 +9,6 @@ names that cannot be classes are errors.
 
 For other lists of dangerous names: https://github.com/mmaitre314/picklescan, https://github.com/trailofbits/fickling."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator

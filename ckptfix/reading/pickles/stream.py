@@ -2,8 +2,6 @@
 
 Sizes in the stream are claims: they are checked before bytes are read."""
 
-from __future__ import annotations
-
 from ckptfix.bytes.files import Buffer
 from ckptfix.errors import UnreadableError
 

@@ -1,7 +1,5 @@
 """Reads the pickle of a torch.save file, whose persistent ids refer to storages, for all torch formats."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """A torch file that was unpacked into a folder, as some browsers do with any zip archive."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ckptfix.bytes.files import open_bytes

@@ -5,8 +5,6 @@ each tensor its member ``data/weights/weight_N``; tied tensors share one. The gr
 
 Layout: https://docs.pytorch.org/docs/stable/export/pt2_archive.html, ``torch/_export/serde/schema.py``."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any

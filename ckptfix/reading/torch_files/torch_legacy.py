@@ -4,8 +4,6 @@ A legacy file is a sequence of pickles (a magic number, a protocol version, fact
 list of storage keys), followed by each storage as an 8-byte count and its raw elements
 (``torch/serialization.py::_legacy_save``)."""
 
-from __future__ import annotations
-
 import io
 import pickletools
 import warnings

@@ -2,8 +2,6 @@
 
 Layout: https://pytorch.org/docs/stable/package.html. The sources are not needed, and not read."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

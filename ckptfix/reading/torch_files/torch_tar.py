@@ -6,8 +6,6 @@ each tensor, the pickle ``(key, storage key, tensor class)`` and its shape, stri
 ``pickle`` is the object, in which persistent ids are keys of tensors or storages. See ``_legacy_load`` in
 ``torch/serialization.py``."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

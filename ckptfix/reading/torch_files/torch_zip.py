@@ -4,8 +4,6 @@ The members may also be the files of a folder into which the archive was unpacke
 
 Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file-format-for-torch-save"""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections import Counter

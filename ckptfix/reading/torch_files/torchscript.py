@@ -5,8 +5,6 @@ the parameters (``__parameters__``) and, since 1.6, the buffers (``__buffers__``
 not parameters are buffers, which the current loader of torch drops. torch 1.0 to 1.2 wrote ``model.json`` instead
 (``read_json``). Layout: https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md"""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A parsed file before a state_dict is chosen: the root object, facts about the file, and which parts are intact."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any

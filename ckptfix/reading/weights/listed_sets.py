@@ -5,8 +5,6 @@
 If their shapes allow only one assignment, the tensors of the list get its names. Without a state_dict, a rule uses the
 model."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

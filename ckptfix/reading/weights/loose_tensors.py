@@ -5,8 +5,6 @@ model and with TorchScript, but ``Module.state_dict`` skips them. Tensors that a
 storage (``_flat_weights`` of an LSTM), tensors that hooks compute from a parameter (``weight`` beside ``weight_g`` of
 weight_norm, ``weight_orig`` of spectral_norm and pruning), caches, gradients, metrics and optimizers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ torch.save(model) writes every module as the name of its class and its instance 
 without the class. Classes of torch that pickle in other ways, or add entries to their state_dict, are handled here and
 in ``quantized_modules``. Entries that other classes add in their own code are not in the file."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ A trainer with two networks in one module saves both: `student.` and `teacher.`,
 and `ema_model.`, or plain names beside those under `ema_model.`. The file does not show whether the model needs both,
 so nothing is decided here; ``--weights PREFIX`` does."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 

@@ -6,8 +6,6 @@ them. The same is done here by class (``torch/ao/nn/quantized``, which was ``tor
 ScriptObject, so they stay one, and FIL102 reports that no file can store it. Whole models and TorchScript give the same
 keys and values."""
 
-from __future__ import annotations
-
 import math
 import re
 import struct

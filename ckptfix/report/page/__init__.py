@@ -4,8 +4,6 @@ A page is built from manifest records and lines of weights.jsonl as plain mappin
 files of a migration, and shows one checked file in the same way as ten thousand migrated ones. It is generated in
 pieces; of each file, only its number and name stay in memory."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

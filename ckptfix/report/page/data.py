@@ -4,8 +4,6 @@ JSON goes into ``<script type="application/json">`` elements, which browsers do 
 ``>`` or ``&``, so that nothing in it can end the element, open a comment, or mean something else in another encoding; a
 lone surrogate is kept as ``\\ud800``."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

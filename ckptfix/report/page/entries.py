@@ -2,8 +2,6 @@
 
 The report of a check or a repair becomes a record of the same form first."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -3,8 +3,6 @@
 Sources: ``torch/distributed/_shard/sharded_tensor/api.py``, ``torch/distributed/tensor/placement_types.py``,
 ``torch/distributed/device_mesh.py`` (2.0 to 2.13)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@
 is split into equal parts, the last of which are padded. Source: ``fully_sharded_data_parallel.py``,
 ``consolidate_shard_weights`` (0.4)."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ replicas has saved. With tensor parallelism, nothing in the files says along whi
 
 Sources: ``fairseq2/checkpoint/manager.py``, ``fairseq2/nn/fsdp/fsdp2.py``, ``fairseq2/model_checkpoint/`` (0.8)."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path

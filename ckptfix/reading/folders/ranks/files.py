@@ -1,7 +1,5 @@
 """The files of ranks in a folder: which exist, their content, and which are missing or from another save."""
 
-from __future__ import annotations
-
 import errno
 import re
 from collections import Counter

@@ -13,8 +13,6 @@ are not merged.
 
 Names of files: verl, dinov2, fvcore, accelerate, torch_checkpointing."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -6,8 +6,6 @@ which the shape shows. Keys and values are replicated if there are more ranks th
 
 Mistral published Mixtral in files with the same names (``consolidated.00.pt``), each with whole layers."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence

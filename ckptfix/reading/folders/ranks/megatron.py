@@ -8,8 +8,6 @@ NeMo's files have only the state_dict (``tp_rank_01_pp_rank_002/model_weights.ck
 
 Sources: Megatron-LM, ``megatron/training/checkpointing.py``, ``tools/checkpoint/loader_base.py`` (3.0, core 0.16)."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter, OrderedDict

@@ -2,8 +2,6 @@
 
 It imports no reader, because every opened file is looked up here."""
 
-from __future__ import annotations
-
 import re
 
 from msgspec import Struct

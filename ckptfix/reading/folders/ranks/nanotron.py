@@ -6,8 +6,6 @@ are those of the whole model, whatever the pipeline. A tied parameter is saved o
 
 Sources: ``nanotron/serialize/weights.py``, ``serialize/metadata.py``, ``parallel/parameters.py`` (0.4)."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import OrderedDict

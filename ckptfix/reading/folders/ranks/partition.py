@@ -1,7 +1,5 @@
 """Tensor parallelism: how ranks split the tensors of a layer, and how the parts are joined."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -12,8 +12,6 @@ Some tensors of GPT-NeoX's tensor-parallel ranks are computed (``neox.py``).
 
 Sources: ``deepspeed/runtime/pipe/module.py``, ``runtime/pipe/topology.py`` (0.9 to 0.19), GPT-NeoX's ``megatron``."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ in order, the buffers and the frozen parameters. ``latest_universal`` names the 
 
 Sources: ``deepspeed/checkpoint/ds_to_universal.py``, ``checkpoint/universal_checkpoint.py`` (0.14 to 0.19)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from operator import ne

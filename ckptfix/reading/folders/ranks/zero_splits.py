@@ -3,8 +3,6 @@ maps patterns of names to kinds of splits, maps of pieces and lists of sub-param
 
 Source: ``deepspeed/checkpoint/ds_to_universal.py`` (0.9 to 0.19)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
