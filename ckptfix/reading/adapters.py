@@ -349,6 +349,8 @@ class Adapter(Struct, frozen=True):
             if config.get("use_cayley_neumann") and "peft_version" not in config:
                 raise self.refused("trained with the series of peft before 0.18", "merge it with that release")
             number = number if config.get("use_cayley_neumann") else 0
+            if not 0 <= number <= _MOST_TERMS:
+                raise self.refused(f"its {method.number} in {CONFIG} is {number}", OWN_CONFIG)
         return number, self.weight * scale
 
     def scaling(self, layer: AdapterLayer, key: str = "") -> float:
@@ -544,6 +546,7 @@ def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: floa
     return _number({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}.get(name, name), default)
 
 
+_MOST_TERMS = 100  # of the series of OFT, which begins with 5
 _HUGE = 1e300  # JSON can have integers that are too large for a float
 
 

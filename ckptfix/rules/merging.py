@@ -81,6 +81,8 @@ def find_merge(
             if undo and (delta.form not in _TAKEN_OFF or delta.has_magnitude):
                 what = "the norms of DoRA" if delta.has_magnitude else "new values for it"
                 words = f"{key} cannot be restored: the adapter has {what}, and the old ones are lost"
+                if adapter.method is not None and delta.form != "whole":
+                    words = f"{key} cannot be restored: {adapter.method.name} multiplied it"
                 raise adapter.refused(words, "use the base itself")
             if undo and delta.form == "scale" and not adapter.checkpoint.read(delta.factors[0]).all():
                 words = f"{key} cannot be restored: it was multiplied by a zero in {delta.factors[0]}"

@@ -131,9 +131,13 @@ def of_bat(weight: torch.Tensor, blocks: torch.Tensor, first: int) -> torch.Tens
     return (parts @ own + own).permute(1, 2, 0, 3).reshape(weight.shape)
 
 
-def of_shira(values: torch.Tensor, places: torch.Tensor, first: int, last: int, inputs: int) -> torch.Tensor:
+def of_shira(
+    values: torch.Tensor, places: torch.Tensor, first: int, last: int, outputs: int, inputs: int
+) -> torch.Tensor:
     """Return the change of some rows by SHiRA, which changes single elements: -0 is no change for any other."""
     rows, columns = places.long()
+    if len(places.T) and (places.min() < 0 or columns.max() >= inputs or rows.max() >= outputs):
+        raise ValueError(f"shira_indices are not of a matrix [{outputs}, {inputs}]")
     own = (rows >= first) & (rows < last)
     change = torch.full((last - first, inputs), -0.0, dtype=values.dtype)
     change[rows[own] - first, columns[own]] = values[own]

@@ -328,7 +328,7 @@ class _LayerFactors:
             return of_miss(one, first, last, self.source.shape[1])
         two = self.factors[1]
         if form == "shira":
-            return of_shira(one, two, first, last, self.source.shape[1])
+            return of_shira(one, two, first, last, *self.source.shape)
         if form == "hadamard":
             parts = [(self.factors[at], self.factors[at + 1], *self.factors[4 + at // 2 :][:1]) for at in (0, 2)]
             products = (

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ckptfix
 from ckptfix.core.adapter_methods import METHODS
 from ckptfix.core.finding import Level
-from ckptfix.errors import AdapterError, WriteError
+from ckptfix.errors import AdapterError, PlanError, WriteError
 from ckptfix.values import merged_tensors
 from ckptfix.values.merged_tensors import _factor
 from ckptfix.values.tally import COUNTS
@@ -392,12 +392,27 @@ def test_tensors_of_another_type_or_shape_are_refused(tmp_path):
         ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
 
 
+@pytest.mark.parametrize("place", [(0, 32), (33, 0), (0, -1)])
+def test_elements_of_shira_outside_the_matrix_are_refused(place, tmp_path):
+    adapter = trained(peft.ShiraConfig(r=2, target_modules=["q"]), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.q.shira_indices"][:, 0] = torch.tensor(place)
+    save_file(tensors, file)
+    with pytest.raises(PlanError, match=r"shira_indices are not of a matrix \[33, 32\]"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+
+
 def test_what_oft_needs_besides_its_matrices(tmp_path):
     adapter = trained(peft.OFTConfig(oft_block_size=8, target_modules=["q"]), tmp_path / "oft")
     with pytest.raises(AdapterError, match="multiplies and takes no weight"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=f"{adapter}=0.5")
     with pytest.raises(AdapterError, match="is float64, in which peft does not compute OFT"):
         ckptfix.repair_state_dict(net().double().state_dict(), adapter=adapter)
+    changed_config(adapter, num_cayley_neumann_terms=100000)
+    with pytest.raises(AdapterError, match=r"num_cayley_neumann_terms in .*json is 100000"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+    changed_config(adapter, num_cayley_neumann_terms=5)
     with pytest.raises(AdapterError, match="trained with coft"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, coft=True))
     config = json.loads((adapter / "adapter_config.json").read_text())
