@@ -5,6 +5,8 @@ An optimizer most of whose moments of two and more dimensions have a shape that 
 of another model, or of this one before it was changed. Moments in one flat tensor do not
 count, nor do those next to an object, such as GaLore's, which have fewer rows or columns than their weight (OPT102).
 
+A note if the file has another optimizer that fits: HiFi-GAN saves the generator in a file of its own.
+
 ## Why it matters
 `optimizer.load_state_dict` compares only the numbers of parameters. If these match, the load succeeds and the first
 step fails with `The size of tensor a must match the size of tensor b`, or moments go to the wrong weights.
@@ -20,6 +22,8 @@ The weights were replaced by those of a wider model, and `optimizer` was copied 
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
+
+from msgspec.structs import replace
 
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.objects import Opaque, tensors_in
@@ -37,6 +41,7 @@ def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding
     for optimizer in optimizers:
         if optimizer.path[0] not in checkpoint.beside:
             shapes -= Counter(spec.shape for spec in tensors_in(dict(optimizer.state)))
+    mismatched: dict[str, Finding] = {}
     for optimizer in optimizers:
         known: dict[Hashable, bool] = {}
         strange: list[list[int]] = []
@@ -54,7 +59,7 @@ def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding
                 largest = max(kept.values(), key=len)
                 strange.append(list(largest))
         if 2 * len(strange) > matrices:
-            yield rule.finding(
+            mismatched[optimizer.name] = rule.finding(
                 Level.WARNING,
                 f"{optimizer.label} has moments of {len(strange)} of {matrices} matrices with a shape that no weight "
                 "has: it belongs to another model",
@@ -62,3 +67,6 @@ def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding
                 remedies=(DROP, KEEP),
                 is_accepted=context.settings.keep_optimizer,
             )
+    # HiFi-GAN saves the generator in another file than both optimizers.
+    level = Level.WARNING if len(mismatched) == len(optimizers) else Level.NOTE
+    yield from (replace(finding, level=level) for finding in mismatched.values())

@@ -103,6 +103,14 @@ def test_moments_in_fewer_rows_are_no_finding(tmp_path):
     assert [finding.evidence["classes"] for finding in found(report, "OPT102")] == [[f"{__name__}.Projector"]]
 
 
+def test_one_of_a_network_in_another_file_is_a_note(tmp_path):
+    """HiFi-GAN's file of the discriminators has the optimizers of both networks."""
+    d, g = run(nn.Linear(3, 2)), run(nn.Linear(7, 6))
+    torch.save({"mpd": d["model"], "optim_d": d["optimizer"], "optim_g": g["optimizer"]}, tmp_path / "do.pth")
+    (finding,) = found(ckptfix.check(tmp_path / "do.pth"), "OPT104")
+    assert (finding.level, "optim_g" in finding.message) == (Level.NOTE, True)
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
 def test_one_of_another_model_is_named(tmp_path, make):
     saved = run(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)))

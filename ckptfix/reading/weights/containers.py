@@ -242,13 +242,16 @@ def _holds_more(value: Any) -> bool:
     return any(isinstance(member, (TensorSpec, NumpyArray, dict, list, tuple, Opaque)) for member in members)
 
 
-# Keys of statistics that normalise inputs. A norm of torch has `num_batches_tracked` too.
-_FIGURES = frozenset({"mean", "var", "std", "count", "min", "max", "running_mean", "running_var"})
+# Keys of statistics that normalise inputs, also with an underscore in front (rsl_rl). A norm of torch has
+# `num_batches_tracked` too.
+_FIGURES = frozenset(
+    "mean var std count min max running_mean running_var running_variance current_count".split()  # the last two: skrl
+)
 
 
 def _is_set(mapping: Mapping[Any, Any]) -> bool:
     """Return whether a mapping has more than single numbers, random states and statistics of inputs."""
-    if _FIGURES.issuperset(mapping):
+    if all(isinstance(key, str) and key.removeprefix("_") in _FIGURES for key in mapping):
         return False
     held = [value for value in mapping.values() if isinstance(value, (TensorSpec, NumpyArray))]
     return not held or any(
@@ -259,10 +262,12 @@ def _is_set(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _are_samples(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping has columns of one length, as a replay buffer has, and no name of a layer."""
-    held = [value.shape for value in mapping.values() if isinstance(value, (TensorSpec, NumpyArray))]
-    are_columns = len(held) > 2 and all(held) and len({shape[0] for shape in held}) == 1
-    return are_columns and not any("." in str(key) or _is_of_layer(key) for key in mapping)
+    """Return whether a mapping has columns of one length, one of them of integers (actions, an index), as a replay
+    buffer has, and no name of a layer. The Gaussians of a splat are all floats, and weights."""
+    held = [value for value in mapping.values() if isinstance(value, TensorSpec)]
+    are_columns = len(held) > 2 and all(one.shape for one in held) and len({one.shape[0] for one in held}) == 1
+    has_integers = any(not DTYPES[one.dtype].is_float for one in held)
+    return are_columns and has_integers and not any("." in str(key) or _is_of_layer(key) for key in mapping)
 
 
 def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:

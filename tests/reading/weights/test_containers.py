@@ -32,7 +32,9 @@ OPTIMIZER = {
         ({"ema": EMA, "something": NET}, ("something",)),
         ({"average": {**EMA, "decay": torch.ones(1)}, "student": NET}, ("student",)),
         ({"slow": AVERAGED, "student": NET}, ("student",)),
-        ({"replay": {name: torch.ones(9, 2) for name in "sard"}, "agent": NET}, ("agent",)),
+        ({"replay": {"obs": torch.ones(9, 2), "a": torch.ones(9), "i": torch.arange(9)}, "agent": NET}, ("agent",)),
+        ({"splats": {name: torch.ones(9, 2) for name in "xyz"}, "camera": NET}, ("splats",)),
+        ({"normalizer": {"_mean": torch.ones(9), "_var": torch.ones(9), "_std": torch.ones(9)}, "a": NET}, ("a",)),
         ({"opt": {"state": [{"mom": torch.ones(9), "sqr": torch.ones(9)}], "hypers": []}, "agent": NET}, ("agent",)),
         ({"model": {**NET, "more": torch.ones(1)}, "state_dict": NET}, ("state_dict",)),
         ([3, NET], (1,)),
@@ -53,6 +55,8 @@ OPTIMIZER = {
         "beside an average with a number",
         "beside an AveragedModel of any name",
         "beside a replay buffer",
+        "Gaussians",
+        "beside a normaliser",
         "beside fastai's optimizer",
         "the better name",
         "in a list",
@@ -66,7 +70,7 @@ OPTIMIZER = {
 def test_the_state_dict_is_found(value, path, tmp_path):
     checkpoint = opened(saved(value, tmp_path))
     assert checkpoint.container == path
-    assert all(each.name not in ("replay", "opt.state[0]") for each in checkpoint.candidates)
+    assert all(each.name not in ("replay", "opt.state[0]", "normalizer") for each in checkpoint.candidates)
 
 
 @pytest.mark.parametrize("weights", ["ema", "model"])
