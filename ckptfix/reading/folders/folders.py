@@ -186,18 +186,27 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
         return None
     (model,) = models
     document = dcp_safetensors.read_folder(model) if dcp_safetensors.looks_like(model) else _read_dcp(model, salvage)
-    for child in found if isinstance(document.root, dict) else ():
-        if child not in models:
+    root = document.root
+    for child in found if isinstance(root, dict) else ():
+        if child in models:
+            continue
+        try:
             other = dcp.read_folder(child, salvage)
-            beside = {fsdp.OPTIMIZER: other.root} if is_of_training(other.root) else other.root
-            document = replace(
-                document,
-                path=str(folder),
-                root=_with_model({**beside, **document.root}),
-                names=document.names | other.names,
-                remarks=[*document.remarks, *other.remarks],
-                damage=[*document.damage, *other.damage],
-            )
+            damage = [replace(fact, place=f"{child.name}/{fact.place}") for fact in other.damage]
+        except UnreadableError as error:
+            other = Document(str(child), dcp.NAME, {})
+            damage = [Fact.of(Kind.SHARD_UNREADABLE, child.name, error=str(error))]
+        root = {"model": root} if any(isinstance(value, TensorSpec) for value in root.values()) else root
+        is_bare = is_of_training(other.root) or not isinstance(other.root, dict)
+        root = {**({fsdp.OPTIMIZER: other.root} if is_bare else other.root), **root}
+        document = replace(
+            document,
+            path=str(folder),
+            root=root,
+            names=document.names | other.names,
+            remarks=[*document.remarks, *other.remarks],
+            damage=[*document.damage, *damage],
+        )
     return document
 
 

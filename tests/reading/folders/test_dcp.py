@@ -553,6 +553,12 @@ def test_a_model_and_its_optimizer_saved_apart_are_one_checkpoint(
     held, want = (tree_map_only(Tensor, Tensor.tolist, {"optimizer": one} | one) for one in (whole, optimizer))
     name = "optim" if "optim" in want else "optimizer"
     assert held[name] == want[name]
+    for lost in (tmp_path / folders[1]).glob("*.distcp"):
+        lost.unlink()
+    with pytest.raises(UnreadableError, match=rf"has a shard that cannot be read .*{folders[1]}: has damage: __0_0"):
+        ckptfix.open_checkpoint(tmp_path)
+    left = ckptfix.repair(tmp_path, salvage=True).state_dict()
+    assert_same({key: left[key] for key in STATE}, STATE)
 
 
 def test_several_steps_in_a_folder_are_not_chosen_from(tmp_path: Path) -> None:
