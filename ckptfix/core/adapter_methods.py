@@ -17,6 +17,7 @@ class Method(Struct, frozen=True):
     name: str
     roles: Mapping[str, str]
     fits: Callable[..., bool]
+    optional: tuple[str, ...] = ()  # roles that a layer may lack
     # Settings of the configuration: the factor of the change, and a number that the formula needs besides.
     scale: str = ""
     number: str = ""
@@ -26,6 +27,12 @@ class Method(Struct, frozen=True):
     turns: bool = True
     # Whether it adds something that does not depend on the base, so that it can be weighted and removed again.
     adds: bool = True
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The minimum and maximum number of tensors of a layer."""
+        most = len({*self.roles.values()})
+        return most - len(self.optional), most
 
 
 Shape = tuple[int, ...]
@@ -51,6 +58,13 @@ def _of_oft(outputs: int, inputs: int, rotation: Shape) -> bool:
     size = block_size(rotation[1]) if len(rotation) == 2 else 0
     is_whole = size > 1 and size * (size - 1) // 2 == rotation[1] and inputs % size == 0
     return is_whole and rotation[0] in (1, inputs // size)
+
+
+def _of_gralora(outputs: int, inputs: int, one: Shape, two: Shape, *general: Shape) -> bool:
+    if len(one) != len(two) or len(one) != 3 or not one[0] or one[2] % one[0]:
+        return False
+    is_split = (one[0] * one[1], two[0] * two[2]) == (inputs, outputs) and (one[0], one[2]) == two[:2]
+    return is_split and (not general or general == ((general[0][0], inputs), (outputs, general[0][0])))
 
 
 METHODS: Mapping[str, Method] = {
@@ -127,6 +141,30 @@ METHODS: Mapping[str, Method] = {
         scale="scaling",
         number="random_loc_seed",
     ),
-    "OFT": Method("OFT", {"oft_R": "rotation"}, _of_oft, "", "num_cayley_neumann_terms", True, turns=False, adds=False),
+    "OFT": Method(
+        "OFT",
+        {"oft_R": "rotation"},
+        _of_oft,
+        number="num_cayley_neumann_terms",
+        has_kernels=True,
+        turns=False,
+        adds=False,
+    ),
+    "BOFT": Method(
+        "BOFT",
+        _same("boft_R", "boft_s"),
+        lambda o, i, blocks, scales: (
+            len(blocks) == 4 and (blocks[0], blocks[1] * blocks[2], blocks[3]) == (1, i, blocks[2]) and scales == (o, 1)
+        ),
+        turns=False,
+        adds=False,
+    ),
+    "GRALORA": Method(
+        "GraLoRA",
+        _same("gralora_A", "gralora_B", "gralora_A_general", "gralora_B_general"),
+        _of_gralora,
+        ("gralora_A_general", "gralora_B_general"),
+        scale="alpha",
+    ),
     "HRA": Method("HRA", {"hra_u": "u"}, lambda o, i, u: len(u) == 2 and u[0] == i, turns=False, adds=False),
 }

@@ -215,7 +215,7 @@ FORMS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("linear", "conv", "experts"), (2, 3)),
     **{"tucker": (3, 4), "hadamard": (4, 7), "kronecker": (2, 6)},
     **dict.fromkeys(("bias", "scale", "rows", "whole"), (1, 1)),
-    **{kind.lower(): (len({*method.roles.values()}),) * 2 for kind, method in METHODS.items()},
+    **{kind.lower(): method.numbers for kind, method in METHODS.items()},
     "bat": (1, 1),
 }
 

@@ -318,10 +318,16 @@ class Adapter(Struct, frozen=True):
             raise self.refused(f"{layer.module} has the rank {stored}{source}", remedy)
         return stored
 
+    def roles(self, layer: AdapterLayer) -> tuple[str, ...]:
+        """Return the roles of the tensors that the formula of ``method`` takes, in order."""
+        method = self.method
+        roles = () if method is None else dict.fromkeys(method.roles.values())
+        return tuple(role for role in roles if method and (role not in method.optional or role in layer.keys))
+
     def fits(self, layer: AdapterLayer, *size: int) -> bool:
         """Return whether the tensors of a layer are for a matrix with these numbers of outputs and inputs, if the type
         is one with a formula of its own."""
-        roles = dict.fromkeys(self.method.roles.values()) if self.method else ()
+        roles = self.roles(layer)
         shapes = [spec.shape for role in roles if (spec := self.spec(layer, role)) is not None]
         return (
             self.method is not None
@@ -338,6 +344,10 @@ class Adapter(Struct, frozen=True):
             return 0, self.weight
         number = int(_number(method.number, config.get(method.number))) if method.number else 0
         scale = _number(method.scale, config.get(method.scale)) if method.scale else 1
+        if self.kind == "GRALORA":
+            general = self.spec(layer, "gralora_A_general")
+            ranks = self.checkpoint.specs[layer.keys["gralora_A"]].shape[2]
+            scale /= ranks + (0 if general is None else general.shape[0])
         if self.kind == "RANDLORA":
             scale /= self.checkpoint.specs[layer.keys["randlora_lambda"]].shape[0]
         if self.kind == "HRA":
@@ -616,7 +626,7 @@ def _refuse(adapter: Adapter) -> None:
 def _matrices(adapter: Adapter, layer: AdapterLayer) -> Sequence[str]:
     """Return the roles of the matrices that a layer requires."""
     if adapter.method is not None:
-        return tuple(dict.fromkeys(adapter.method.roles.values()))
+        return adapter.roles(layer)
     if not layer.keys.keys() - {*_DIFFERENCES, "alpha"}:
         return ()
     if layer.keys.keys() & {*KRONECKER}:

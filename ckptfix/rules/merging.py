@@ -464,7 +464,7 @@ def _by_formula(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     """Return the delta of a type of ``METHODS``. Raises ``AdapterError`` if its tensors do not fit."""
     method = adapter.method
     assert method is not None, "the caller looked"
-    factors = tuple(layer.keys[role] for role in dict.fromkeys(method.roles.values()))
+    factors = tuple(layer.keys[role] for role in adapter.roles(layer))
     shapes = [adapter.checkpoint.specs[factor].shape for factor in factors]
     fits, is_turned, size = False, layer.is_embedding, (spec.shape[0], prod(spec.shape[1:]))
     turned_size = size[::-1]

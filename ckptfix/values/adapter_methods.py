@@ -72,8 +72,36 @@ def _fourierft(size: tuple[int, int], seed: int, spectrum: torch.Tensor) -> torc
     return change
 
 
+def _gralora(
+    size: tuple[int, int], number: int, one: torch.Tensor, two: torch.Tensor, *general: torch.Tensor
+) -> torch.Tensor:
+    """Each block of inputs has the ranks of each block of outputs at a place of its own."""
+    count, width, rank = one.shape
+    spread = torch.zeros(count, width, count, count, rank // count)
+    for block in range(count):
+        spread[block, :, :, block] = one[block].reshape(width, count, -1)
+    change: torch.Tensor = torch.einsum("ikr,kro->iko", spread.reshape(size[1], count, rank), two).reshape(size[::-1]).T
+    return change + general[1] @ general[0] if general else change
+
+
 # The whole change, in the same way.
-WHOLE: Mapping[str, Callable[..., torch.Tensor]] = {"delora": _delora, "c3a": _c3a, "fourierft": _fourierft}
+WHOLE: Mapping[str, Callable[..., torch.Tensor]] = {
+    "delora": _delora,
+    "c3a": _c3a,
+    "fourierft": _fourierft,
+    "gralora": _gralora,
+}
+
+
+def _cayley(skew: torch.Tensor) -> torch.Tensor:
+    one = torch.eye(skew.shape[1]).expand_as(skew)
+    found: torch.Tensor = torch.linalg.solve(one + skew, one - skew, left=False)
+    return found
+
+
+def _boft(size: tuple[int, int], number: int, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    whole: torch.Tensor = torch.block_diag(*_cayley((blocks[0] - blocks[0].transpose(1, 2)) / 2))  # type: ignore[no-untyped-call]  # torch has no types here
+    return whole
 
 
 def _oft(size: tuple[int, int], terms: int, above: torch.Tensor) -> torch.Tensor:
@@ -85,7 +113,7 @@ def _oft(size: tuple[int, int], terms: int, above: torch.Tensor) -> torch.Tensor
     skew = skew - skew.transpose(1, 2)
     one = torch.eye(block).repeat(len(above), 1, 1)
     if not terms:
-        found = torch.linalg.solve(one + skew, one - skew, left=False)
+        found = _cayley(skew)
     else:
         found, power = one, one
         terms = max(terms, 4) if terms > 2 else terms  # in peft, three terms are four
@@ -113,7 +141,7 @@ def _hra(size: tuple[int, int], is_orthogonal: int, vectors: torch.Tensor) -> to
 
 
 # What a matrix is multiplied by, in the same way.
-TURNS: Mapping[str, Callable[..., torch.Tensor]] = {"oft": _oft, "hra": _hra}
+TURNS: Mapping[str, Callable[..., torch.Tensor]] = {"oft": _oft, "boft": _boft, "hra": _hra}
 
 
 def of_miss(block: torch.Tensor, first: int, last: int, inputs: int) -> torch.Tensor:

@@ -272,8 +272,8 @@ class _LayerFactors:
         if pair := PAIRS.get(delta.form):
             factors = [*pair(size, delta.number, *factors)]
         elif whole := WHOLE.get(delta.form) or TURNS.get(delta.form):
-            factors = [whole(size, delta.number, *factors)]
-            factors = [factors[0].T] if delta.transposed else factors
+            made = whole(size, delta.number, *factors)
+            factors = [made.T if delta.transposed else made, *factors[1:]]
         if delta.form == "c3a":
             factors = [factors[0].to(torch_dtype(source.spec.dtype)) / size[1]]
         self.source, self.delta, self.factors = source, delta, factors
@@ -293,7 +293,8 @@ class _LayerFactors:
             return (self._ratio(first, last) * (weight + self.change(first, last, dtype))).to(dtype)
         if form in TURNS:
             rows = weight.flatten(1).to(self.factors[0].dtype)
-            rows = (self.factors[0] @ rows.T).T if form == "oft" else rows @ self.factors[0]
+            rows = rows @ self.factors[0] if form == "hra" else (self.factors[0] @ rows.T).T
+            rows = rows * self.factors[1][first:last] if form == "boft" else rows
             return rows.to(dtype).view(weight.shape)
         if form == "bat":
             weight += of_bat(weight, self.factors[0], first).mul_(self.delta.scaling)

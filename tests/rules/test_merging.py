@@ -31,7 +31,7 @@ from tests.rules.adapters import DTYPES, LINEAR, LORA, cached, changed_config, l
     ("config", "says"),
     [
         pytest.param({"r": 8}, "of rank 4, and the r or rank_pattern of adapter_config.json says 8", id="another rank"),
-        pytest.param({"peft_type": "BOFT"}, "an adapter of the type BOFT", id="BOFT"),
+        pytest.param({"peft_type": "ROAD"}, "an adapter of the type ROAD", id="RoAd"),
         pytest.param({"peft_type": "LOHA"}, "says the type LOHA, and it has matrices of LORA", id="LoHa"),
         pytest.param({"init_lora_weights": "pissa_niter_4"}, "changes the base too", id="PiSSA"),
         pytest.param({"layer_replication": [[0, 2]]}, "layer_replication", id="replicated layers"),
@@ -497,7 +497,7 @@ def test_a_scale_of_one_is_not_assumed(names, base, tmp_path):
         pytest.param(["fc.weight", "fc.adapter.linear_in.weight"], None, "", id="adapters in a model"),
         pytest.param([_NEMO.format("in"), _NEMO.format("out")], None, "LoRA of NeMo", id="NeMo"),
         pytest.param(["linear_qkv.adapter.linear_in.weight"], None, "LoRA of NeMo", id="NeMo 2"),
-        pytest.param(["base_model.model.fc.boft_R"], {"peft_type": "BOFT"}, "BOFT", id="BOFT"),
+        pytest.param(["base_model.model.fc.boft_R"], None, "BOFT", id="BOFT"),
         pytest.param(["lora_unet_fc.oft_blocks", "lora_unet_fc.alpha"], None, "OFT", id="OFT of LyCORIS"),
         pytest.param(["lycoris_fc.a1.weight", "lycoris_fc.b2.weight"], None, "GLoRA", id="GLoRA"),
         pytest.param(["lora_unet_fc.lambda_layer", "lora_unet_fc.alpha"], None, "T-LoRA", id="T-LoRA"),
