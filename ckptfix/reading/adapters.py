@@ -686,6 +686,10 @@ def check_alone(adapter: Adapter) -> None:
             continue
         adapter.scaling(layer)
         rank, one, settings = adapter.rank(layer), adapter.with_rank(layer), adapter.settings(layer)
+        two = adapter.spec(layer, "B")
+        if one is not None and two is not None and two.shape[1:] == (rank,) and one.shape[0] in (2 * rank, 3 * rank):
+            words = f"{layer.module} has a matrix for each part of a fused layer, as in loralib and LitGPT"
+            raise adapter.refused(words, OWN_LIBRARY)
         if one is not None and one.shape[:1] != (rank,) and not settings.get("target_parameters"):
             words = (
                 f"{layer.module} has matrices of rank {one.shape[0]}, and the r or rank_pattern of {CONFIG} says {rank}"

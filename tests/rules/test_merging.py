@@ -488,6 +488,21 @@ def test_a_scale_of_one_is_not_assumed(names, base, tmp_path):
     torch.testing.assert_close(repaired[f"{base}.weight"], two @ one / 2)
 
 
+def test_a_fused_layer_of_litgpt_is_not_called_another_base(tmp_path):
+    tensors = {
+        "transformer.h.0.attn.qkv.lora_A": torch.ones(8, 16),
+        "transformer.h.0.attn.qkv.lora_B": torch.ones(32, 4),
+    }
+    save_file(tensors, tmp_path / "lit.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    with pytest.raises(
+        AdapterError, match="a matrix for each part of a fused layer, as in loralib and LitGPT; merge it"
+    ):
+        ckptfix.repair_state_dict(
+            {"transformer.h.0.attn.qkv.weight": torch.ones(48, 16)}, adapter=tmp_path / "lit.safetensors"
+        )
+
+
 @pytest.mark.parametrize(
     ("keys", "config", "kind"),
     [
