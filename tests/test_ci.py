@@ -152,7 +152,7 @@ def test_inputs_of_the_action_are_never_run(tmp_path, bin_path):
     assert not (tmp_path / "hacked").exists()
 
 
-def test_the_action_installs_itself_beside_the_packages_of_the_job(tmp_path, bin_path):
+def test_the_action_installs_itself_next_to_the_packages_of_the_job(tmp_path, bin_path):
     stub = tmp_path / "bin" / "python3"
     stub.write_text(
         '#!/bin/sh\nmkdir -p "$3/bin"\nprintf \'#!/bin/sh\\necho "pip $@"\\n\' > "$3/bin/pip"\nchmod +x "$3/bin/pip"\n'

@@ -23,7 +23,7 @@ from tests.checks import bytes_of, is_mapped
         pytest.param(lambda storage, place: storage, "is of type function, but", id="a function"),
     ],
 )
-def test_a_map_location_that_is_no_device_is_refused_in_one_line(map_location: Any, said: str) -> None:
+def test_a_map_location_that_is_not_a_device_is_refused_in_one_line(map_location: Any, said: str) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ckptfix.UsageError) as caught:
         ckptfix.load(model, model.state_dict(), map_location=map_location)
@@ -250,7 +250,7 @@ def numbered(**changed: Any) -> dict[str, Any]:
     return {name: torch.full((2,), float(index)) for index, name in enumerate(names)} | changed
 
 
-def test_a_state_dict_without_ties_in_the_dtypes_of_the_model_is_left_alone():
+def test_a_state_dict_without_ties_in_the_dtypes_of_the_model_is_left_unchanged():
     state_dict = numbered()
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in state_dict})
     before = dict(state_dict)
@@ -270,7 +270,7 @@ def test_what_is_one_tensor_in_the_model_becomes_one_with_the_last_value_as_a_co
         assert torch.equal(assigned.state_dict()[key], value), key
 
 
-def test_a_tie_of_which_the_state_dict_has_one_end_is_left_alone():
+def test_a_tie_of_which_the_state_dict_has_one_end_is_left_unchanged():
     state_dict = numbered()
     del state_dict["b"], state_dict["c"]
     before = state_dict["a"]

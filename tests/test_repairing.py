@@ -334,7 +334,7 @@ def test_objects_of_an_extra_state_are_kept_as_they_are(tmp_path):
     assert torch.load(tmp_path / "out.pth", weights_only=True)["_extra_state"] == native
 
 
-def test_entries_that_are_no_tensors_are_kept():
+def test_entries_that_are_not_tensors_are_kept():
     before = {"module.a": torch.ones(1), "module.scale": 2.0, "module.packed": (torch.ones(2), [1, None], "x")}
     after, _ = ckptfix.repair_state_dict(before)
     assert list(after) == ["a", "scale", "packed"]
@@ -361,7 +361,7 @@ def test_load_with_a_map_location(map_location):
     assert_same(model.state_dict(), net().state_dict())
 
 
-def test_load_names_what_is_left_and_leaves_the_model_alone():
+def test_load_names_what_is_left_and_leaves_the_model_unchanged():
     model, before = net(seed=9), net(seed=9).state_dict()
     with pytest.raises(
         ckptfix.TargetError, match=r"does not fit Sequential \(2 keys, 2\.weight.*FIT103.*; drop_mismatched=True"
@@ -411,7 +411,7 @@ def test_dry_run_writes_nothing(file):
     assert [path.name for path in file.parent.iterdir()] == ["net.pth"]
 
 
-def test_beside_and_only_where_there_is_something_to_repair(file):
+def test_beside_and_only_if_there_is_something_to_repair(file):
     report = ckptfix.repair(file, net(), beside=True).report
     assert report.output == str(file.with_name("net.fixed.pth"))
     again = ckptfix.repair(report.output, net(), beside=True).report

@@ -408,7 +408,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(("saved", "make", "edit"), GRID)
-def test_a_training_goes_on(tmp_path, saved, make, edit):
+def test_a_training_continues(tmp_path, saved, make, edit):
     resume(tmp_path, SAVED[saved], OPTIMIZERS[make], edit)
 
 
@@ -743,7 +743,7 @@ def test_an_optimizer_stays_as_it_was_if_the_models_own_hook_fails(tmp_path: Pat
     assert (own.state, own.param_groups[0]["lr"]) == ({}, 1.0)
 
 
-def test_groups_that_a_script_makes_otherwise_are_said_and_load_in_it(tmp_path: Path) -> None:
+def test_groups_that_a_script_makes_otherwise_are_reported_and_load_in_it(tmp_path: Path) -> None:
     """Vectors and matrices were two groups; of a kernel, nothing tells whether it is one of the matrices or a third."""
 
     def by_axes(model: nn.Module) -> torch.optim.Optimizer:

@@ -625,7 +625,7 @@ def test_a_hostile_container_is_refused(build, place):
 
 
 @crafted(CONTRADICTIONS)
-def test_the_weights_stand_beside_a_note_that_contradicts_them_and_it_is_told(build, place):
+def test_a_note_that_contradicts_the_weights_is_reported_and_they_are_kept(build, place):
     path = place / "noted.safetensors"
     path.write_bytes(build())
     assert bytes(ckptfix.open_checkpoint(path).read("w").numpy()) == STORAGE
@@ -724,7 +724,7 @@ def test_a_payload_is_named_where_a_folder_cannot_be_read(place):
         ckptfix.open_checkpoint(place)
 
 
-def test_an_object_in_the_place_of_hooks_is_said_and_not_written(place):
+def test_an_object_in_the_place_of_hooks_is_reported_and_not_written(place):
     hooked = tensor(hooks=b"\x89" + call("mylib.make", text("x")))
     path = place / "hooks.pth"
     path.write_bytes(torch_zip(PROTO + b"}(" + text("w") + hooked + b"u."))
@@ -736,7 +736,7 @@ def test_an_object_in_the_place_of_hooks_is_said_and_not_written(place):
 
 
 @pytest.mark.parametrize("hidden", ["after its end", "under a name in capitals"])
-def test_a_pickle_that_nobody_reads_is_noticed(hidden, place):
+def test_a_pickle_that_no_one_reads_is_noticed(hidden, place):
     behind = PROTO + SYSTEM + STOP
     path = place / "hidden.pth"
     in_capitals = hidden == "under a name in capitals"
@@ -794,7 +794,7 @@ def test_an_error_is_one_printable_line():
     assert len(str(error)) <= 2100
 
 
-def test_a_hostile_file_is_told_from_a_damaged_one(place):
+def test_a_hostile_file_is_distinguished_from_a_damaged_one(place):
     path = place / "hostile.pth"
     path.write_bytes(torch_zip(REFUSED_PICKLES["a hundred thousand keys of one hash"]()))
     with pytest.raises(HostileError, match="do not use this file"):

@@ -254,7 +254,7 @@ def test_a_tag_leads_nowhere_else(tmp_path: Path, tag: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "loop", "folder"])
-def test_a_rank_that_is_no_file_is_missing(tmp_path: Path, kind: str) -> None:
+def test_a_rank_that_is_not_a_file_is_missing(tmp_path: Path, kind: str) -> None:
     write_zero(tmp_path, TENSORS, world=2)
     file = tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     file.unlink()

@@ -132,7 +132,7 @@ def test_a_view_of_a_storage_without_checksum_costs_its_own_bytes() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 6])
-def test_no_read_gives_damaged_values_in_silence(parts: int) -> None:
+def test_no_read_gives_damaged_values_silently(parts: int) -> None:
     for _ in range(2):
         checkpoint, _ = counted(WHOLE, crc_of(WHOLE) ^ 1, parts)
         with pytest.raises(UnreadableError, match=r"the storage of t0.* fails its checksum"):
@@ -209,7 +209,7 @@ def test_load_puts_no_damaged_value_into_a_model(settings: Any, tmp_path: Path) 
     assert_same(dict(model.state_dict()), before)
 
 
-def test_a_file_that_has_shrunk_is_said_in_one_line(tmp_path):
+def test_a_file_that_has_shrunk_is_reported_in_one_line(tmp_path):
     torch.save({"w": torch.ones(300_000)}, tmp_path / "model.pth")
     storage = ckptfix.open_checkpoint(tmp_path / "model.pth").specs["w"].storage
     assert storage is not None

@@ -214,7 +214,7 @@ def test_a_system_without_the_call(place, tmp_path, monkeypatch):
     assert copied(place, 0, len(DATA), tmp_path) == (DATA, len(DATA))
 
 
-def test_bytes_that_are_no_range_of_a_file(tmp_path):
+def test_bytes_that_are_not_a_range_of_a_file(tmp_path):
     assert copied(MemoryBytes(DATA), 3, 1000, tmp_path) == (DATA[3:1000], 997)
 
 
@@ -339,7 +339,7 @@ def test_nothing_more_is_written_after_an_error(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="macOS has none")
-def test_the_disk_begins_before_the_end_and_what_it_refuses_is_no_error(place, tmp_path, monkeypatch):
+def test_the_disk_begins_before_the_end_and_what_it_refuses_is_not_an_error(place, tmp_path, monkeypatch):
     asked: list[tuple[int, int]] = []
 
     def refuse(descriptor: int, start: int, count: int, advice: int) -> None:

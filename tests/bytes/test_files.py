@@ -40,7 +40,7 @@ def test_a_file_that_is_renamed_removed_or_read_is_unchanged(file, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["grown", "cut", "written over"])
-def test_a_file_that_somebody_writes_to_is_refused(how, file, tmp_path):
+def test_a_file_that_someone_writes_to_is_refused(how, file, tmp_path):
     before = (tmp_path / "f").stat().st_mtime_ns
     if how == "written over":
         with (tmp_path / "f").open("r+b") as other:

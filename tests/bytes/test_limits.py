@@ -147,7 +147,7 @@ def test_a_file_of_any_number_of_small_tensors_is_read(form, tmp_path, monkeypat
     assert len(opened(path).keys()) == len(state_dict)
 
 
-def test_what_a_file_was_packed_from_counts_as_far_as_it_is_no_bomb():
+def test_what_a_file_was_packed_from_counts_as_far_as_it_is_not_a_bomb():
     bounds = Bounds("f", 2 << 20)
     bounds.spend(50 << 20)
     bounds.unpack(10 << 20)

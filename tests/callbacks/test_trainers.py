@@ -142,7 +142,7 @@ def test_what_goes_bad_is_said_for_each_checkpoint_since_then(train, spoil, code
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train", FRAMEWORKS)
-def test_a_sound_training_is_left_alone_and_only_hands_the_checks_over(train, tmp_path, caplog):
+def test_a_sound_training_is_left_unchanged_and_only_hands_the_checks_over(train, tmp_path, caplog):
     callback = checking(train, stop=True)
     calls = Calls(callback.watch, "check")
     assert train(tmp_path, Net(), callback, steps=60) == 60

@@ -80,7 +80,7 @@ def test_a_folder_may_grow_meanwhile_and_says_nothing_when_its_files_are_replace
     assert len(caplog.messages) == 1
 
 
-def test_a_file_that_cannot_be_read_is_said(weights, caplog):
+def test_a_file_that_cannot_be_read_is_reported(weights, caplog):
     (weights / "torn.ckpt").write_bytes((weights / "sound.ckpt").read_bytes()[:3000])
     watch = Watch()
     watch.check(weights / "torn.ckpt")

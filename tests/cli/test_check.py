@@ -70,7 +70,7 @@ def test_a_folder_that_is_one_checkpoint_is_checked_whole(folder):
     assert "files:" not in done.stdout
 
 
-def test_checkpoints_beside_the_weights_of_a_library_are_checked_too(folder):
+def test_checkpoints_next_to_the_weights_of_a_library_are_checked_too(folder):
     shutil.copy(folder / "good.pth", folder / "adapter_model.bin")
     (folder / "torn.pth").unlink()
     done = run_here("check", ".", "--output-format", "concise", cwd=folder)
@@ -99,7 +99,7 @@ class Payload:
 
 @pytest.mark.parametrize("weights", ["a.pth", "b/a.pth", "pytorch_model.bin"])
 @pytest.mark.parametrize("name", ["scheduler.pt", "lr_scheduler", "recipe_state.pt"])
-def test_what_a_trainer_saves_beside_weights_is_named_only_if_it_runs_code(folder, name, weights):
+def test_what_a_trainer_saves_next_to_weights_is_named_only_if_it_runs_code(folder, name, weights):
     (folder / "run" / "b").mkdir(parents=True)
     (folder / "good.pth").rename(folder / "run" / weights)
     torch.save({"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}, "seed": 1}, folder / "run" / name)
@@ -161,7 +161,7 @@ def test_configuration_and_command_line(folder):
     assert run_here("check", "wrapped.pth", "--ignore", "VAL", cwd=folder).returncode == 1
 
 
-def test_a_model_out_of_a_configuration_file_is_told(folder):
+def test_a_model_out_of_a_configuration_file_is_reported(folder):
     (folder / "ckptfix.toml").write_text('model = "zoo:tiny"\n')
     done = run_here("check", "good.pth", cwd=folder)
     assert done.returncode == 0

@@ -256,7 +256,7 @@ def test_a_small_task_shows_nothing():
     assert shown == []
 
 
-def test_nobody_has_to_watch():
+def test_no_one_has_to_watch():
     task = Task("writing", 2)
     task.advance(1)
     assert task.done == 1

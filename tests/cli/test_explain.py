@@ -95,7 +95,7 @@ def test_a_folder_of_a_training_run_is_merged_first(tmp_path, kind):
         assert run_here(*shlex.split(first)[1:], cwd=tmp_path).returncode == 0
 
 
-def test_of_ranks_that_cannot_be_merged_the_defect_is_told(tmp_path):
+def test_of_ranks_that_cannot_be_merged_the_defect_is_reported(tmp_path):
     saved, _ = unpacked("zero3_w2_fp32_g1", tmp_path)
     one, other = sorted(saved.glob("*/*optim_states.pt"))
     other.write_bytes(one.read_bytes())

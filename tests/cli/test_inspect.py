@@ -51,7 +51,7 @@ def test_unreadable(folder):
     assert done.stderr.count("\n") == 1
 
 
-def test_github_is_no_format_of_it(folder):
+def test_github_is_not_a_format_of_it(folder):
     (folder / "ckptfix.toml").write_text('output-format = "github"\n')
     done = run_here("inspect", "good.pth", cwd=folder)
     assert done.returncode == 2

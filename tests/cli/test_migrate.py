@@ -145,7 +145,7 @@ def test_what_gives_something_up_is_for_named_files_alone(healthy, tmp_path):
 
 
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
-def test_a_stop_says_how_to_go_on_and_leaves_nothing_half_done(sent, zoo, tmp_path):
+def test_a_stop_says_how_to_continue_and_leaves_nothing_half_done(sent, zoo, tmp_path):
     goal = tmp_path / "new"
     done = zoos.migrate(zoo, goal, "--jobs", 2, script=STOPPED.format(signal=sent))
     assert done.returncode == 128 + getattr(signal, sent), done.stderr
@@ -161,7 +161,7 @@ def test_a_stop_says_how_to_go_on_and_leaves_nothing_half_done(sent, zoo, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_report_is_written_beside(healthy, tmp_path):
+def test_the_report_is_written_too(healthy, tmp_path):
     done = zoos.migrate_here(healthy, tmp_path / "new", "--report", tmp_path / "report.html")
     assert done.returncode == 0, done.stderr
     assert "prefixed.pth" in (tmp_path / "report.html").read_text()

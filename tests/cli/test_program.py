@@ -98,7 +98,7 @@ def test_a_closed_pipe_is_quiet(tmp_path):
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
-def test_a_full_disk_behind_stdout_is_not_said_to_be_that_of_the_file(tmp_path):
+def test_a_full_disk_of_stdout_is_not_said_to_be_that_of_the_file(tmp_path):
     torch.save({"module.w": torch.zeros(1)}, tmp_path / "a.pth")
     with FULL.open("w") as full:
         done = subprocess.run(
@@ -110,7 +110,7 @@ def test_a_full_disk_behind_stdout_is_not_said_to_be_that_of_the_file(tmp_path):
 
 @pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
 @pytest.mark.parametrize(("words", "code"), [(["good.pth"], 0), (["wrapped.pth"], 1), (["absent.pth"], 2), (["-x"], 2)])
-def test_a_full_disk_behind_stderr_changes_no_exit_code(words, code, folder):
+def test_a_full_disk_of_stderr_changes_no_exit_code(words, code, folder):
     with FULL.open("w") as full:
         done = subprocess.run(
             command("check", "--no-values", "-v", *words),
@@ -130,7 +130,7 @@ def test_a_full_disk_behind_stderr_changes_no_exit_code(words, code, folder):
         pytest.param(["good.pth", "--model", "torch.nn:Identity"], (500_000, 600_000), id="with torch"),
     ],
 )
-def test_too_little_memory_is_no_finding(words, limits, folder):
+def test_too_little_memory_is_not_reported(words, limits, folder):
     for kilobytes in limits:
         done = subprocess.run(
             ["sh", "-c", f"ulimit -v {kilobytes}; {' '.join(map(str, command('check', *words)))}"],
@@ -223,7 +223,7 @@ def test_a_signal_ends_it_with_one_line(number, name, tmp_path):
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGINT, "Interrupt"), (signal.SIGTERM, "Terminated"), (signal.SIGHUP, "Hangup")]
 )
-def test_a_signal_that_comes_before_the_command_begins_is_told_too(number, name, tmp_path):
+def test_a_signal_that_comes_before_the_command_begins_is_reported_too(number, name, tmp_path):
     program = (
         "import os\nfrom ckptfix.cli import main, program\n"
         f"program._command = lambda name: (os.kill(os.getpid(), {int(number)}), len(name))\nmain()\n"
@@ -323,7 +323,7 @@ def test_a_shell_completes_codes_and_values(line, suggested, tmp_path):
         (["check", "a.pth", "--model-args", "{}"], "--model-args has no meaning without a model"),
     ],
 )
-def test_a_wrong_command_line_is_told_how_to_go_on(words, said, tmp_path):
+def test_an_invalid_command_line_gets_advice(words, said, tmp_path):
     done = run_here(*words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr

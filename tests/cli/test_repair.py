@@ -33,7 +33,7 @@ def test_a_clean_file_is_not_copied(folder):
     assert "written: nothing, because there is nothing to repair; -o FILE writes it anyway\n" in done.stdout
 
 
-def test_repair_beside_the_source(folder):
+def test_repair_next_to_the_source(folder):
     before = (folder / "wrapped.pth").read_bytes()
     done = run("repair", "wrapped.pth", cwd=folder)
     assert done.returncode == 0

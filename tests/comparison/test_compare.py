@@ -39,7 +39,7 @@ def screen(difference: ckptfix.Difference, verbose: bool = False) -> str:
     ("name", "options"),
     [("other.pth", {}), ("legacy.pth", {"_use_new_zipfile_serialization": False})],
 )
-def test_the_same_in_another_container_is_no_difference(tmp_path: Path, name: str, options: dict[str, Any]):
+def test_the_same_in_another_container_is_not_a_difference(tmp_path: Path, name: str, options: dict[str, Any]):
     content = {"epoch": 3, "nan": float("nan"), "state_dict": model().state_dict()}
     difference = ckptfix.diff(saved(tmp_path, "a.pth", content), saved(tmp_path, name, content, **options))
     assert difference.is_empty
@@ -79,7 +79,7 @@ def test_renamed_keys_take_their_metadata_along(tmp_path: Path):
     assert "equal bit for bit: 9 tensors, 9 of them renamed\n" in screen(difference)
 
 
-def test_every_kind_of_difference_is_told(tmp_path: Path):
+def test_every_kind_of_difference_is_reported(tmp_path: Path):
     before = model().state_dict()
     after = copy.deepcopy(before)
     after["4.weight"][0, 0] += 1.0
@@ -152,7 +152,7 @@ def nested(value: object, times: int) -> object:
     ids=["list and dict", "dtypes", "a name", "names", "shared", "shared and other", "too deep", "itself"],
 )
 @pytest.mark.parametrize("read_values", [True, False], ids=["values", "names"])
-def test_what_is_beside_the_weights(a: object, b: object, told: dict[str, Any], read_values: bool, tmp_path: Path):
+def test_what_is_next_to_the_weights(a: object, b: object, told: dict[str, Any], read_values: bool, tmp_path: Path):
     paths = [saved(tmp_path, f"{n}.pth", {"model": {"w": torch.ones(1)}, "x": x}) for n, x in enumerate((a, b))]
     assert ckptfix.diff(*paths, values=read_values).extras == told
 
@@ -213,7 +213,7 @@ def test_the_ema_and_the_raw_weights_of_one_file(tmp_path: Path):
     assert [pair.key for pair, _ in difference.values] == ["w"]
 
 
-def test_two_equal_sets_of_weights_in_one_file_are_no_difference(tmp_path: Path):
+def test_two_equal_sets_of_weights_in_one_file_are_not_a_difference(tmp_path: Path):
     path = saved(tmp_path, "a.pth", {"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}})
     assert ckptfix.diff(path, path, weights="model", other_weights="ema").is_empty
 

@@ -102,7 +102,7 @@ def test_a_checkpoint_has_its_tensors_apart_from_its_other_entries():
         pytest.param("gone", "f.pth: the bytes of 'gone' are lost from the damaged file; see", id="lost"),
     ],
 )
-def test_an_unknown_key_is_told_with_its_file(key, said):
+def test_an_unknown_key_is_reported_with_its_file(key, said):
     spec = TensorSpec("float32", (2,), (1,), STORAGE)
     checkpoint = Checkpoint("f.pth", "test", {"a": 1, "fc.weight": spec}, lost={"gone": None})
     with pytest.raises(KeyError) as caught:

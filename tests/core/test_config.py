@@ -73,7 +73,7 @@ def test_paths_are_relative_to_the_file_that_names_them(tmp_path):
     assert load_configuration(inner).values == expected
 
 
-def test_words_that_stand_for_a_file_are_no_paths(tmp_path):
+def test_words_that_stand_for_a_file_are_not_paths(tmp_path):
     (tmp_path / "ckptfix.toml").write_text('fill = "target"\ncompare = "source"\n')
     assert load_configuration(tmp_path).values == {"fill": "target", "compare": "source"}
 

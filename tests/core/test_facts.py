@@ -19,7 +19,7 @@ def test_the_examples_hold() -> None:
     assert (results.failed, results.attempted > 0) == (0, True)
 
 
-def test_a_name_from_the_file_is_no_template() -> None:
+def test_a_name_from_the_file_is_not_a_template() -> None:
     assert clause(Fact(Kind.STORAGE_LACKING, "{nbytes}")) == "lacks its storage {nbytes}"
     assert clause(Fact.of(Kind.NOTE, "by", text="{0}")) == "{0}"
 

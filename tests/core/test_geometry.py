@@ -32,7 +32,7 @@ def test_the_answers_are_the_same_when_they_are_known(spec, numel, nbytes, is_co
     assert asked(spec) == asked(spec) == (numel, nbytes, is_contiguous, extent)
 
 
-def test_what_is_known_is_no_part_of_a_spec():
+def test_what_is_known_is_not_a_part_of_a_spec():
     known, fresh = (TensorSpec("float32", (2, 3), contiguous_strides((2, 3))) for _ in range(2))
     asked(known)
     assert known == fresh

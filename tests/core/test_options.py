@@ -67,7 +67,7 @@ def test_a_command_has_each_option_once():
         assert len(longs) == len(set(longs)), command
 
 
-def test_no_choices_are_no_arguments():
+def test_no_choices_are_not_arguments():
     assert library_settings({}) == {}
 
 

@@ -72,7 +72,7 @@ def test_json_and_back(given):
         pytest.param([Part("a", ROWS, ROWS), Part("a", ((2, 4), (0, 3)), ROWS)], "overlap", id="two for one place"),
     ],
 )
-def test_what_is_no_bijection_is_refused(parts, problem):
+def test_what_is_not_a_bijection_is_refused(parts, problem):
     with pytest.raises(PartsError, match=problem):
         check_bijection({"k": tuple(parts)}, {"a": (4, 3)}, {"k": (4, 3)})
 
@@ -83,6 +83,6 @@ def test_parts_that_continue_each_other_are_one():
     assert len(merged([*parts[:2], Part("b", ((4, 6), (0, 3)), ((4, 6), (0, 3)))])) == 2
 
 
-def test_a_tensor_of_which_a_part_is_left_over_is_left_alone():
+def test_a_tensor_of_which_a_part_is_left_over_is_left_unchanged():
     halves = {"x": (Part("a", ((0, 1),), ((0, 1),)),), "y": (Part("b", ((0, 2),), ((0, 2),)),)}
     assert used_in_full(halves, {"a": (2,), "b": (2,)}).keys() == {"y"}

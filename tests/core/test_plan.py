@@ -266,7 +266,7 @@ MALFORMED_PARTS: tuple[Any, ...] = (
         ),
     ],
 )
-def test_what_is_no_plan(data):
+def test_what_is_not_a_plan(data):
     with pytest.raises(PlanError) as caught:
         Plan.from_json(data)
     assert "\n" not in str(caught.value)

@@ -86,7 +86,7 @@ def test_a_dry_run_has_fixed_nothing():
     assert {(finding["fixable"], finding["fixed"]) for finding in data["findings"]} == {(True, False)}
 
 
-def test_figures_that_are_no_json_numbers_are_text():
+def test_figures_that_are_not_json_numbers_are_text():
     evidence = {"nan": math.nan, "inf": [math.inf, -math.inf], "single": np.float32(1.5), "level": Level.ERROR}
     finding = Finding("VAL101", "non-finite", Level.ERROR, "m", evidence=evidence)
     assert strict(report(finding).to_json())["findings"][0]["evidence"] == {
@@ -112,7 +112,7 @@ def test_lone_surrogates_survive():
     assert strict(plain({"\ud800": "\udfff"})) == {"\ud800": "\udfff"}
 
 
-def test_envelope_takes_errors_beside_reports():
+def test_envelope_takes_errors_and_reports():
     data = strict(envelope([report().to_json(), error_to_json("bad.pth", "bad.pth: damaged")], {"ckptfix": "1"}))
     assert data["version"] == 1
     assert [entry["exit_code"] for entry in data["reports"]] == [0, 2]

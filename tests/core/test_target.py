@@ -150,7 +150,7 @@ def test_kind_by_what_a_file_says(key, tensor, kind):
     assert target.modules is None
 
 
-def test_entries_of_a_file_that_are_no_tensors():
+def test_entries_of_a_file_that_are_not_tensors():
     target = target_from_checkpoint(open_state_dict({"weight": torch.zeros(1), "_extra_state": {"a": 1}}))
     assert set(target.slots) == {"weight"}
     assert target.entries == {"_extra_state"}

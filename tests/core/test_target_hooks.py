@@ -59,7 +59,7 @@ def test_noop_torchs_own_layers_have_no_trial(model):
     ],
 )
 @pytest.mark.parametrize("unsafe_fixes", [False, True])
-def test_what_hooks_load_is_left_alone(model, file, unsafe_fixes):
+def test_what_hooks_load_is_left_unchanged(model, file, unsafe_fixes):
     repaired, report = ckptfix.repair_state_dict(file, model, unsafe_fixes=unsafe_fixes)
     assert (report.findings, report.obstacles, report.exit_code) == ((), (), 0)
     assert list(repaired) == list(file)
@@ -102,7 +102,7 @@ def whole(prefix: str = "") -> dict[str, torch.Tensor]:
     return {f"{prefix}{key}": value for name in ("old", "new") for key, value in state(name).items()}
 
 
-def test_a_load_that_drops_everything_is_no_load():
+def test_a_load_that_drops_everything_is_not_a_load():
     repaired, report = ckptfix.repair_state_dict(whole("module."), Lenient())
     assert list(repaired) == list(whole())
     assert report.exit_code == 0

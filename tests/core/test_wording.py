@@ -28,5 +28,5 @@ def test_words_are_joined_by_blanks() -> None:
 
 
 @pytest.mark.parametrize(("name", "word"), [("a-x", "a-x"), ("./-x", "./-x"), ("-x", "./-x"), ("--fill", "./--fill")])
-def test_a_file_is_no_option(name: str, word: str) -> None:
+def test_a_file_is_not_an_option(name: str, word: str) -> None:
     assert no_option(name) == word

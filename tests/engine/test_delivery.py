@@ -43,7 +43,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_source_is_not_touched_by_a_repair_beside_it(source):
+def test_the_source_is_not_touched_by_a_repair_next_to_it(source):
     before, changed = digest(source), source.stat().st_mtime_ns
     report = ckptfix.repair(source, beside=True).report
     assert report.output == str(source.with_name("model.fixed.pth"))
@@ -404,7 +404,9 @@ def test_the_longest_name_that_the_file_system_takes_is_written(source, tmp_path
         pytest.param("a.pth", {"beside": True}, r"a\.fixed\.pth: already exists", id="an older result"),
     ],
 )
-def test_what_cannot_be_put_in_place_is_said_before_the_work(name, how: dict[str, Any], said, tmp_path, monkeypatch):
+def test_what_cannot_be_put_in_place_is_reported_before_the_work(
+    name, how: dict[str, Any], said, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     torch.save(WRAPPED, name)
     Path("null").symlink_to(os.devnull)

@@ -137,7 +137,7 @@ NORM = {key: value for key, value in nn.BatchNorm1d(2).state_dict().items() if k
 
 
 @pytest.mark.parametrize("unsafe_fixes", [False, True])
-def test_nothing_is_filled_in_unasked_where_names_are_doubtful(unsafe_fixes):
+def test_nothing_is_filled_in_unless_asked_where_names_are_doubtful(unsafe_fixes):
     assert [finding.code for finding in diagnose(open_state_dict(NORM), None, Settings()).fixed] == ["BUF101"]
     diagnosis = diagnose(doubtful(NORM), None, Settings(unsafe_fixes=unsafe_fixes, values=False))
     assert [finding.code for finding in diagnosis.findings] == ["FIL203", "BUF101"]

@@ -67,7 +67,7 @@ def test_a_healthy_folder_has_no_finding(tmp_path):
 
 
 @pytest.mark.parametrize("save", ["pytorch_model.bin", "model.safetensors"])
-def test_a_run_of_a_trainer_goes_on(tmp_path, save):
+def test_a_run_of_a_trainer_continues(tmp_path, save):
     """Either a layer is dropped, which needs the order of the file, or the model has a new one."""
     is_ordered = save == "pytorch_model.bin"
     names = "zx" if is_ordered else "zwyx"
@@ -184,7 +184,7 @@ def test_where_the_files_go(tmp_path, in_place):
     assert "scheduler.fixed.pt" not in names
 
 
-def test_a_run_that_was_killed_between_the_files_goes_on(tmp_path, monkeypatch):
+def test_a_run_that_was_killed_between_the_files_continues(tmp_path, monkeypatch):
     """The optimizer is in place and the weights are not: the next run keeps the former and repairs the latter."""
     folder_of_a_trainer(tmp_path / "run", Net("zyx"))
     asked: dict[str, Any] = {"in_place": True, "fill": "target", "unsafe_fixes": True, "accept": ("FIT101",)}
@@ -210,7 +210,7 @@ def test_a_run_that_was_killed_between_the_files_goes_on(tmp_path, monkeypatch):
     assert "OPT101" not in [finding.code for finding in ckptfix.check(source, Net("zyxw")).findings]
 
 
-def test_nothing_is_replaced_unasked(tmp_path):
+def test_nothing_is_replaced_unless_asked(tmp_path):
     folder_of_a_trainer(tmp_path / "run", Net("zyx"))
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "optimizer.pt").write_bytes(b"precious")

@@ -93,7 +93,7 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
         ),
     ],
 )
-def test_what_has_no_meaning_is_said_in_one_line(given, reason):
+def test_what_has_no_meaning_is_reported_in_one_line(given, reason):
     with pytest.raises(UsageError, match=reason) as caught:
         checked_settings(given)
     assert "\n" not in str(caught.value)

@@ -34,7 +34,7 @@ def test_what_the_writers_write_is_found_equal(kind, form, tmp_path):
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.1, -1.0])
-def test_a_quantiser_whose_scale_is_no_positive_number_is_equal_to_itself(scale, tmp_path):
+def test_a_quantiser_whose_scale_is_not_a_positive_number_is_equal_to_itself(scale, tmp_path):
     tensor = torch._make_per_tensor_quantized_tensor(torch.arange(4, dtype=torch.uint8), scale, 3)
     checkpoint = opened(saved(ordered({"q": tensor}), tmp_path))
     path = write(checkpoint, "zip", tmp_path)
@@ -137,7 +137,7 @@ def test_one_wrong_byte_anywhere_is_found(key, tmp_path):
 
 @pytest.mark.usefixtures("in_small_steps")
 @pytest.mark.parametrize("place", [0, 15, 16, 4999])
-def test_one_wrong_byte_of_what_is_no_range_of_a_file_is_found(place, tmp_path):
+def test_one_wrong_byte_of_what_is_not_a_range_of_a_file_is_found(place, tmp_path):
     from ckptfix.reading.opening import open_state_dict
 
     state_dict = many_sizes()
@@ -178,7 +178,7 @@ def test_every_byte_is_told_to_whoever_watches(tmp_path, in_small_steps):
     assert watcher.task.done == watcher.task.total
 
 
-def test_a_source_that_somebody_writes_to_meanwhile_is_refused_though_the_copy_is_like_it(tmp_path):
+def test_a_source_that_someone_writes_to_meanwhile_is_refused_though_the_copy_is_like_it(tmp_path):
     source = saved({"a": torch.randn(100_000)}, tmp_path)
     expected = opened(source)
     written = write(expected, "zip", tmp_path)

@@ -127,7 +127,7 @@ BESIDE_FILE = {
 
 
 @pytest.mark.parametrize(("text", "name"), BESIDE_FILE.items(), ids=BESIDE_FILE)
-def test_is_recognised_only_beside_a_checkpoint(text: str, name: str):
+def test_is_recognised_only_next_to_a_checkpoint(text: str, name: str):
     assert explain(text) is None
     explanation = explain(text, MessageContext("model.pth"))
     assert (explanation.name if explanation else "") == name

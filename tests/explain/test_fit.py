@@ -195,7 +195,7 @@ def test_a_recipe_for_a_shape(message: str, option: str):
     assert commands[1:] == [f"ckptfix repair {{FILE}} --model {{MODEL}} {option}"]
 
 
-def test_recipes_beside_a_head():
+def test_recipes_next_to_a_head():
     (read,) = messages(text(None, None, RECIPES[0][0], RECIPES[5][0], size("head.weight", [10, 8], [2, 8])))
     commands = [advice.command for advice in read_fit(read)[1] if advice.command]
     assert commands[1].endswith("--model {MODEL} --adapt pos_embed=timm --adapt in_chans=timm")
@@ -281,12 +281,12 @@ def test_random_weights_are_advised_only_for_what_is_new(said, is_advised):
     )
 
 
-def test_what_a_policy_normalises_with_is_no_key_to_be_ignored():
+def test_what_a_policy_normalises_with_is_not_a_key_to_be_ignored():
     (message,) = messages(text(unexpected=["normalize_inputs.buffer_observation_state.mean"]))
     assert any("strict=False drops keys that are needed" in one.text for one in read_fit(message)[1])
 
 
-def test_scales_of_codes_are_no_keys_to_be_ignored():
+def test_scales_of_codes_are_not_keys_to_be_ignored():
     """All keys of the model are in the file, but their values are not weights."""
     (message,) = messages(text(unexpected=["scaled_fp8", *under(leaf="scale_weight")]))
     causes, advice = read_fit(message)

@@ -25,7 +25,7 @@ KEYS = 'Missing key(s) in state_dict: "conv1.weight", "fc.bias". '
         "C:\\new\\table\\model.pth",
     ],
 )
-def test_what_is_no_noise_stays(line: str):
+def test_what_is_not_noise_stays(line: str):
     assert clean(line) == line
 
 
@@ -170,7 +170,7 @@ def test_a_line_that_raises_is_not_the_message():
     assert "asked for a.b," in explanation.causes[0][0]
 
 
-def test_a_message_that_is_told_by_its_frames():
+def test_a_message_that_is_recognised_by_its_frames():
     message = trace("AttributeError: 'NoneType' object has no attribute 'copy'")
     assert explain(message) is None
     explanation = explain(message.replace("f()", "state_dict = model.load_state_dict(weights)"))
@@ -251,7 +251,7 @@ def test_what_a_line_of_code_says_of_a_short_message(message: str, line: str, na
         "weights = ckpt['gen']",
     ],
 )
-def test_the_entry_of_a_file_is_told_by_the_line_that_asks_for_it(line):
+def test_the_entry_of_a_file_is_recognised_by_the_line_that_asks_for_it(line):
     message = trace("KeyError: 'gen'")
     assert explain(message) is None
     explanation = explain(message.replace("f()", line))

@@ -185,7 +185,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_check_names_the_model_and_the_command_that_goes_on(folder):
+def test_a_check_names_the_model_and_the_command_that_continues(folder):
     done = run_here("check", "squeeze.pth", cwd=folder)
     said, command = done.stdout.splitlines()[-5:-3] if "or:" in done.stdout else done.stdout.splitlines()[-4:-2]
     assert said == "looks like: torchvision squeezenet1_1, 10 classes, under `module.`"

@@ -74,7 +74,7 @@ def test_what_differs_in_its_trunk_is_near_and_says_where(own, missing, added, d
 
 
 @pytest.mark.parametrize("before", ["", "module."])
-def test_models_beside_each_other_are_named_one_by_one(before):
+def test_models_next_to_each_other_are_named_one_by_one(before):
     loss = {f"{before}loss.{number}.weight": (number,) for number in range(3)}
     found = recognise(under(f"{before}student.", R50) | under(f"{before}teacher.", VIT) | loss)
     assert found is not None
@@ -84,7 +84,7 @@ def test_models_beside_each_other_are_named_one_by_one(before):
     ]
 
 
-def test_a_model_beside_more_of_what_is_not_known():
+def test_a_model_next_to_more_of_what_is_not_known():
     found = recognise(under("perceptual.", TRUNK) | {f"own.{number}.weight": (3, number) for number in range(900)})
     assert found is not None
     assert (found.fit, found.prefix, found.outside, found.others) == (Fit.PART, "perceptual.", 900, ())
@@ -128,7 +128,7 @@ def test_layers_of_a_model_in_another_order_are_not_named():
     assert found is None or not found.is_named
 
 
-def test_a_model_without_a_head_may_have_one_beside_it():
+def test_a_model_without_a_head_may_have_one_next_to_it():
     bert = shapes("transformers/BertModel")
     found = recognise(bert | {"classifier.weight": (3, 768), "classifier.bias": (3,)})
     assert found is not None
@@ -136,7 +136,7 @@ def test_a_model_without_a_head_may_have_one_beside_it():
     assert found.added == ("classifier.weight", "classifier.bias")
 
 
-def test_a_token_more_is_no_larger_image():
+def test_a_token_more_is_not_a_larger_image():
     found = recognise(VIT | {"encoder.pos_embedding": (1, 198, 768)})
     assert found is not None
     assert (found.fit, found.differing) == (Fit.NEAR, ("encoder.pos_embedding",))

@@ -117,7 +117,7 @@ def test_a_layer_with_as_many_rows_as_there_are_blocks_is_not_a_stack_of_them():
     assert found["layer.7.attention.attention.key.weight"] == ["blocks.7.attn.qkv.weight"]
 
 
-def test_twin_towers_are_told_apart_by_their_names():
+def test_twin_towers_are_distinguished_by_their_names():
     source = {
         **stack("transformer.blocks", [timm_block()] * 3),
         **stack("visual.transformer.blocks", [timm_block()] * 3),
@@ -291,7 +291,7 @@ def test_shift_and_scale_may_be_exchanged_in_a_norm(name, label):
     assert labels["blocks.0.norm1.linear.weight"] > Label.AMBIGUOUS
 
 
-def test_the_blocks_of_two_streams_are_told_apart():
+def test_the_blocks_of_two_streams_are_distinguished():
     block = stack("joint", [{f"{side}_block.attn.{x}.weight": (8, 8) for side in ("context", "x") for x in "qkv"}] * 2)
     target = stack(
         "layers",
@@ -353,7 +353,7 @@ def test_most_blocks_outvote_one():
         assert found[f"blocks.{at}.depthwise_norm.weight"] == [f"blocks.{at}.bn2.weight"]
 
 
-def test_square_matrices_are_certain_only_beside_one_that_shows_how_they_lie():
+def test_square_matrices_are_certain_only_next_to_one_that_shows_how_they_lie():
     """Another library's layer may compute ``x @ w``, which a square matrix does not show."""
     ours = {f"l{n}.{name}": shape for n in range(4) for name, shape in (("weight", (6, 6)), ("bias", (6,)))}
     theirs = {key.replace("l", "m", 1): shape for key, shape in ours.items()}
@@ -504,7 +504,7 @@ def test_keras_names_of_a_normalisation():
     assert found == {f"norms.{at}.{new}": [f"bn{at}.{old}"] for at in range(3) for old, new in words.items()}
 
 
-def test_the_second_norm_beside_attention_across_is_its_own():
+def test_the_second_norm_next_to_attention_across_is_its_own():
     attention = [*linear("q", 8, 8).items(), *linear("k", 8, 8).items()]
     layer = {f"{name}.{key}": shape for name in ("self_attn", "context_attn") for key, shape in attention}
     source = {**layer, **linear("feed_forward.w_1", 16, 8), **linear("feed_forward.w_2", 8, 16)}
@@ -522,7 +522,7 @@ def test_the_second_norm_beside_attention_across_is_its_own():
     assert found["layers.1.norm3.weight"] == ["layers.1.feed_forward.layer_norm.weight"]
 
 
-def test_the_second_norm_beside_a_norm_of_attention_across_is_not_its_own():
+def test_the_second_norm_next_to_a_norm_of_attention_across_is_not_its_own():
     """MONAI's blocks have ``norm_cross_attn`` in any case."""
     block = {**norm("norm1"), **linear("attn.out_proj", 8, 8), **linear("attn.qkv", 24, 8), **norm("norm2")}
     source = {**linear("mlp.linear1", 32, 8), **linear("mlp.linear2", 8, 32), **block, **norm("norm_cross_attn")}
@@ -586,7 +586,7 @@ def test_a_norm_of_a_sorted_file_goes_nowhere_else_than_after_its_layer(is_sourc
     assert match.parts[0].source == "layer.2.expansion.bn_of_it.weight" or match.label is Label.AMBIGUOUS
 
 
-def test_a_list_is_the_list_of_its_length_and_not_a_module_beside_it():
+def test_a_list_is_the_list_of_its_length_and_not_a_module_next_to_it():
     """As in YOLOv3: a block of the neck has the shapes of the backbone's, and the neck is flat on one side."""
     block = {**linear("cv1", 4, 8), **linear("cv2", 8, 4)}
     source = {**stack("model.8", [block] * 8), **linear("model.9", 4, 8)}
@@ -660,7 +660,7 @@ def test_a_layer_between_stages_that_moved_makes_no_stage_another_one():
 @pytest.mark.parametrize(
     "lacking", [r"stages\.3\.blocks\.2\.fc0\.", r"stages\.3\.", r"stages\.1\.blocks\.0\.", r"stages\.0\."]
 )
-def test_a_layer_between_stages_that_moved_beside_one_that_the_target_lacks(lacking):
+def test_a_layer_between_stages_that_moved_next_to_one_that_the_target_lacks(lacking):
     source, target = moved_between_stages(4)
     matches = infer(source, {key: shape for key, shape in target.items() if not re.match(lacking, key)}).matches
     for key, match in matches.items():
@@ -668,7 +668,7 @@ def test_a_layer_between_stages_that_moved_beside_one_that_the_target_lacks(lack
         assert ".down." in key or match.label is Label.AMBIGUOUS or match.parts[0].source == own
 
 
-def test_the_norm_after_attention_is_that_of_the_mlp_beside_one_before_attention():
+def test_the_norm_after_attention_is_that_of_the_mlp_next_to_one_before_attention():
     """Also if the other side lists it first, as gpt-fast does."""
     source = stack("layers", [{f"{name}.weight": (8,) for name in ("ffn_norm", "attention_norm")}] * 3)
     target = stack("h", [{f"{name}.weight": (8,) for name in ("input_layernorm", "post_attention_layernorm")}] * 3)
@@ -694,14 +694,14 @@ def test_three_numbered_layers_of_a_gated_mlp_have_the_order_of_llama():
     assert found["layers.1.up_proj.weight"] == ["h.1.fc3.weight"]
 
 
-def test_a_single_number_beside_a_matrix_follows_its_name():
+def test_a_single_number_next_to_a_matrix_follows_its_name():
     """``noise.weight`` of StyleGAN2 is ``noise_strength`` next to the convolution's weight."""
     source = stack("convs", [{"conv.weight": (1, 8, 8, 3, 3), "noise.weight": (1,), "activate.bias": (8,)}] * 3)
     target = stack("b", [{"weight": (8, 8, 3, 3), "noise_strength": (1,), "bias": (8,)}] * 3)
     assert sources(source, target)["b.1.noise_strength"] == ["convs.1.noise.weight"]
 
 
-def test_equal_towers_of_a_sorted_file_are_told_apart_by_names_only():
+def test_equal_towers_of_a_sorted_file_are_distinguished_by_names_only():
     tower = stack("layers", [{**linear("fc1", 8, 8), **linear("fc2", 8, 8), **norm("ln")}] * 3)
     for names, label in (("zenith", "aleph"), Label.AMBIGUOUS), (("query_encoder", "ctx_encoder"), Label.LIKELY):
         source = {f"{name}.{key}": shape for name in names for key, shape in tower.items()}
@@ -713,7 +713,7 @@ def test_equal_towers_of_a_sorted_file_are_told_apart_by_names_only():
         assert label is Label.AMBIGUOUS or match.parts[0].source == "ctx_encoder.layers.1.fc1.weight"
 
 
-def test_a_projection_beside_a_fused_layer_is_the_output_of_attention():
+def test_a_projection_next_to_a_fused_layer_is_the_output_of_attention():
     ours: Specs = {"attn.qkv.weight": (24, 8), **linear("attn.proj", 8, 8)}
     theirs: Specs = {f"attention.{name}_proj.weight": (8, 8) for name in "koqv"}
     theirs |= {f"attention.{name}_proj.bias": (8,) for name in "oqv"}
@@ -773,7 +773,7 @@ def test_a_layer_of_a_sorted_list_keeps_its_place_between_others():
     assert found["stages.2.own.b.bias"] == ["blocks.6.b.bias"]
 
 
-def test_a_norm_of_a_sorted_file_goes_with_the_convolution_beside_it():
+def test_a_norm_of_a_sorted_file_goes_with_the_convolution_next_to_it():
     source = {"blocks.0.conv.weight": (32, 1, 3, 3), **norm("blocks.0.bn1", 32), **linear("blocks.1.fc", 8, 32)}
     source |= {**norm("bn1", 32), "conv_stem.weight": (32, 3, 3, 3), **linear("head", 5, 8)}
     target = {"stem.first.conv.weight": (32, 3, 3, 3), **norm("stem.first.norm", 32)}
@@ -791,7 +791,7 @@ def test_a_matrix_that_leaves_its_bias_behind_is_not_certain():
 
 
 @pytest.mark.parametrize(("goes_on", "label"), [(False, Label.AMBIGUOUS), (True, Label.CERTAIN)])
-def test_blocks_in_chunks_are_told_apart_by_a_number_that_goes_on(goes_on, label):
+def test_blocks_in_chunks_are_distinguished_by_a_number_that_continues(goes_on, label):
     """DINOv2 numbers its blocks across all chunks: `blocks.0.1`, `blocks.1.2`."""
     places = [(at // 2, at if goes_on else at % 2) for at in range(6)]
     source = {f"blocks.{n}.{m}.{key}": shape for n, m in places for key, shape in timm_block().items()}
@@ -847,7 +847,7 @@ def _stages(name: str, last: str, at: range) -> Specs:
 
 
 @pytest.mark.parametrize("lacking", ["", "file", "model"])
-def test_nothing_is_certain_beside_a_layer_that_is_left_over(lacking):
+def test_nothing_is_certain_next_to_a_layer_that_is_left_over(lacking):
     """Shapes only allow one map if both sides are known to have the same layers."""
     source = _stages("a", "conv", range(4 - (lacking == "file"))) | {"embed.weight": (99, 5)}
     target = _stages("b", "proj", range(4 - (lacking == "model"))) | {"words.weight": (99, 5), "head.weight": (99, 5)}
@@ -1022,7 +1022,7 @@ def test_nothing_takes_the_place_of_what_one_side_lacks(lacking, is_file, number
         assert {old[part.source] if is_file else part.source for part in match.parts} == {wanted}, key
 
 
-def test_what_both_sides_have_is_still_found_beside_a_weight_that_is_missing():
+def test_what_both_sides_have_is_still_found_next_to_a_weight_that_is_missing():
     source, target, _ = towers(1)
     del source["visual.blocks.2.mlp.fc1.weight"]
     matches = infer(source, target).matches
@@ -1130,7 +1130,7 @@ def test_names_that_both_sides_have_are_not_exchanged():
     assert all(matches[key].label is Label.AMBIGUOUS for key in exchanged)
 
 
-def test_digits_that_are_no_decimal_ones_are_no_numbers_in_a_sorted_file():
+def test_digits_that_are_not_decimal_ones_are_not_numbers_in_a_sorted_file():
     found = infer({"1²2": (4, 4), "a.10": (2, 2), "²": (3, 3)}, {"1²2": (4, 4), "a.10": (2, 2), "x": (3, 3)})
     assert found.matches["x"].parts[0].source == "²"
 

@@ -354,7 +354,7 @@ def test_stable_diffusion(name: str, tmp_path: Path):
 
 @pytest.mark.slow
 @proves("mmpretrain-swin_timm")
-def test_swin_of_mmpretrain_has_the_patches_of_a_channel_beside_each_other():
+def test_swin_of_mmpretrain_has_the_patches_of_a_channel_next_to_each_other():
     """Its ``PatchMerging`` unfolds an image, while timm's concatenates four slices of it."""
     source = randomised(timm_swin())
     head = {key: value for key, value in source.state_dict().items() if key.startswith("head.")}
@@ -788,5 +788,5 @@ def test_a_name_is_found_and_a_slip_of_one_gets_a_hint():
 @pytest.mark.parametrize(
     "states", [({}, {}), ({"a.b.c": (3,)}, {"b.d": (3,)}), ({"norm.weight": (3,)}, {"vit.layernorm.weight": (3,)})]
 )
-def test_a_part_of_a_model_is_no_reason_for_a_shipped_map(states):
+def test_a_part_of_a_model_is_not_a_reason_for_a_shipped_map(states):
     assert look_up(*states) is None

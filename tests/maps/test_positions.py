@@ -134,7 +134,7 @@ def test_a_recipe_is_the_order_of_its_trainer(tmp_path, peer):
         pytest.param("layers", {"lr": 1, "lr_scale": 1.0}, {"lr": 1, "lr_scale": 0.5}, True, id="by-their-scale"),
     ],
 )
-def test_groups_that_the_hyperparameters_contradict_are_no_recipe(names, of_first, of_second, is_read):
+def test_groups_that_the_hyperparameters_contradict_are_not_a_recipe(names, of_first, of_second, is_read):
     shapes: dict[str, tuple[int, ...]] = {"a.weight": (2, 2), "layers.1.weight": (2, 2), "fc.weight": (2, 2)}
     if names == "HF":
         shapes = {"a.weight": (2, 2), "b.bias": (2,)}
@@ -271,7 +271,7 @@ def test_names_that_are_those_of_a_submodule_too(keys, expected):
         {"a": {"b": {"c": {"d": {"e": {"state": {}, "param_groups": [{"params": [0]}]}}}}}},
     ],
 )
-def test_what_is_no_optimizer(value):
+def test_what_is_not_an_optimizer(value):
     assert list(optimizers_in({"optimizer": value})) == []
 
 

@@ -177,7 +177,7 @@ def tiny():
     )  # fmt: skip
 
 
-def test_a_file_of_the_model_itself_is_left_alone():
+def test_a_file_of_the_model_itself_is_left_unchanged():
     model = tiny()
     state, report = ckptfix.repair_state_dict(model.state_dict(), model, values=False)
     assert not report.findings
@@ -204,7 +204,7 @@ def test_an_expert_that_is_missing_is_not_made_up():
     assert report.exit_code == 1
 
 
-def test_the_files_of_another_library_are_none_of_its_business():
+def test_the_files_of_another_library_are_ignored():
     convert = converter_of(tiny())
     assert convert is not None
     assert not convert({"blocks.0.attn.qkv.weight": (96, 32), "blocks.0.norm.weight": (32,)})
@@ -344,7 +344,7 @@ def test_the_map_is_a_bijection_and_so_is_its_inverse():
     check_bijection(inverse(parts), target, shapes)
 
 
-def test_a_tied_file_for_an_untied_model_and_a_key_that_nobody_has():
+def test_a_tied_file_for_an_untied_model_and_a_key_that_no_one_has():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 60, "n_positions": 16}

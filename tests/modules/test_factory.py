@@ -111,13 +111,13 @@ def test_values_follow_the_seed(module, name):
     assert not torch.equal(values[0], values[2])
 
 
-def test_a_factory_that_needs_real_tensors_is_said(module):
+def test_a_factory_that_needs_real_tensors_is_reported(module):
     target = target_from_factory(f"{module}:needs_values")
     assert target.slots["weight"].shape == (3, 2)
     assert "cannot be built on the meta device" in target.remarks[0]
 
 
-def test_the_caller_s_state_is_left_alone(module, capsys):
+def test_the_caller_s_state_is_left_unchanged(module, capsys):
     random, path = torch.get_rng_state(), list(sys.path)
     initial = target_from_factory(f"{module}:net").initial
     assert initial is not None

@@ -171,7 +171,7 @@ def test_objects_of_the_file_are_named_and_never_made(module, tmp_path):
         ckptfix.check(source, "lightning:nets_of_a_user:WithLoss")
 
 
-def test_what_the_class_lacks_is_said(module, tmp_path):
+def test_what_the_class_lacks_is_reported(module, tmp_path):
     with pytest.raises(TargetError, match="missing 1 required positional argument: 'width'"):
         build_module("lightning:nets_of_a_user:Net")
     with pytest.raises(UsageError, match="takes its arguments by name"):

@@ -57,7 +57,7 @@ def test_a_whole_file_is_read_bit_for_bit(row, corpus):
 
 
 @pytest.mark.parametrize("row", rows("diagnose"))
-def test_a_file_that_is_none_is_told_by_its_true_cause(row, corpus):
+def test_a_file_of_another_kind_is_refused_with_its_true_cause(row, corpus):
     with pytest.raises(CkptfixError) as caught:
         opened(corpus, row)
     assert row["path"].split("/")[-1] in str(caught.value)

@@ -189,7 +189,7 @@ def test_a_tie_is_stored_once_and_read_as_one(tmp_path):
     assert built["a"].data_ptr() == built["b"].data_ptr()
 
 
-def test_a_conjugated_view_is_no_tie_of_its_base(tmp_path):
+def test_a_conjugated_view_is_not_a_tie_of_its_base(tmp_path):
     values = torch.view_as_complex(torch.arange(8.0).reshape(4, 2))
     got = read_all(opened(write(opened(saved({"a": values, "b": values.conj()}, tmp_path)), "safetensors", tmp_path)))
     assert got["b"].tolist() == values.conj().tolist() != got["a"].tolist()
@@ -221,7 +221,7 @@ def test_a_large_transposed_tensor_is_written_row_by_row(tmp_path):
     ],
     ids=["no JSON", "a tie to nothing", "a text"],
 )
-def test_a_note_of_ours_that_others_damaged_is_said_and_the_weights_are_read(notes, said, tmp_path):
+def test_a_note_of_ours_that_others_damaged_is_reported_and_the_weights_are_read(notes, said, tmp_path):
     """Tools that take tensors out keep the notes as they are."""
     import ckptfix
 

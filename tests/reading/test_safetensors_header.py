@@ -55,7 +55,7 @@ def test_a_length_that_is_right_is_not_doubted_for_what_the_json_holds(tmp_path:
         ckptfix.open_checkpoint(path, salvage=True)
 
 
-def test_another_file_behind_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_another_file_after_is_not_taken_for_this_one(tmp_path: Path) -> None:
     path = tmp_path / "two.safetensors"
     path.write_bytes(padded(2) + save({"other": torch.ones(400)}))
     checkpoint = ckptfix.open_checkpoint(path, salvage=True)

@@ -76,7 +76,7 @@ def test_a_file_that_was_cut_keeps_what_is_whole(share: float, tmp_path: Path) -
 @given(
     place=st.integers(START, len(DATA)), size=st.integers(1, 9000), way=st.sampled_from(["lost", "twice", "strange"])
 )
-def test_no_tensor_is_another_one_in_silence(
+def test_no_tensor_is_another_one_silently(
     place: int, size: int, way: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if way == "lost":

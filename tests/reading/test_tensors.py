@@ -64,7 +64,7 @@ def test_a_tensor_of_the_meta_device_stays_one():
     [5, "a", None, Opaque(Global("m", "A")), Opaque(Global("torch", "Size"), ("abc",)), Global("torch", "load")],
     ids=["a number", "a text", "None", "an object", "a size that is none", "a function"],
 )
-def test_an_entry_that_is_no_tensor_is_handed_on(value):
+def test_an_entry_that_is_not_a_tensor_is_handed_on(value):
     assert build_state_dict(checkpoint(w=stored(1), x=value))["x"] is value
 
 
@@ -96,7 +96,7 @@ def test_an_entry_nested_without_end_is_refused():
         build_state_dict(checkpoint(x=deep))
 
 
-def test_what_torch_refuses_is_said_in_one_line():
+def test_what_torch_refuses_is_reported_in_one_line():
     spec = TensorSpec("float32", (2,), (1,), stored(2).storage, math_bits={"conj": True})
     with pytest.raises(UnreadableError, match="f: torch refuses a tensor of float32"):
         build_tensor(spec, "f")

@@ -107,7 +107,7 @@ def test_any_range_is_that_of_the_file(reads, web, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", sorted(path.name for path in SAMPLES.iterdir() if path.suffix in (".pth", ".safetensors"))
 )
-def test_a_sample_is_the_same_behind_a_url(name, web, tmp_path):
+def test_a_sample_is_the_same_at_a_url(name, web, tmp_path):
     shutil.copy(SAMPLES / name, tmp_path)
     here, there = SAMPLES / name, f"{web.url}/{name}"
     assert_same(ckptfix.open_checkpoint(there).state_dict(), ckptfix.open_checkpoint(here).state_dict())
@@ -207,7 +207,7 @@ def test_what_passes_is_tried_again(trouble, web, tmp_path):
         pytest.param(["cut"] * 3, 3, r"bytes were received of a range of 65536 \(3 tries\)", id="cut"),
     ],
 )
-def test_what_does_not_pass_is_said(troubles, requests, message, web, tmp_path):
+def test_what_does_not_pass_is_reported(troubles, requests, message, web, tmp_path):
     small(tmp_path)
     web.troubles = troubles
     with pytest.raises(UnreadableError, match=message):
@@ -235,7 +235,7 @@ def test_the_user_is_told_of_a_pause(command, web, tmp_path, monkeypatch):
     assert done.stderr == f"ckptfix: {web.url}/a.pth: its server asks to wait: next try in 7 s\n"
 
 
-def test_a_pause_that_is_too_long_is_said(web, tmp_path):
+def test_a_pause_that_is_too_long_is_reported(web, tmp_path):
     small(tmp_path)
     web.troubles = [(429, "Retry-After", "301")]
     with pytest.raises(UnreadableError, match=r"\(1 try\); run it again in 301 s, as the server asks"):

@@ -33,7 +33,7 @@ def test_nothing_is_left_of_a_file_that_fits():
     assert told(report(coverage=Coverage(4, 4, 0, 0), target="zoo:tiny")) == []
 
 
-def test_what_is_behind_a_url_is_downloaded_first():
+def test_what_is_at_a_url_is_downloaded_first():
     lines = told(report(PREFIX, source="https://host/runs/a b.pth"))
     assert lines[-2:] == ["first: curl -LO 'https://host/runs/a b.pth'", "  run: ckptfix repair 'a b.pth'"]
     lines = told(report(PREFIX, source="hf://org/repo/model.safetensors"))
@@ -87,7 +87,7 @@ def test_what_to_do_about_each_finding():
     ]
 
 
-def test_a_rename_is_no_change_of_values():
+def test_a_rename_is_not_a_change_of_values():
     fix = Fix((Rename("a.weight", "b.weight"),), Applicability.UNSAFE)
     assert told(report(replace(PREFIX, fix=fix)))[1] == (
         f"  {PREFIX.code} {PREFIX.name}: --unsafe-fixes applies the fix, which renames keys, and nothing confirms the "
@@ -151,7 +151,7 @@ def test_a_model_of_random_weights_is_asked_for_by_its_own_flag():
     assert "--allow-untrained" in lines[1]
 
 
-def test_what_a_plan_leaves_is_said():
+def test_what_a_plan_leaves_is_reported():
     lines = TextFormat().write(advice_lines(report(PREFIX), Presentation(REPAIR, choices={"apply": "plan.json"})))
     assert lines.splitlines() == ["left:", "  KEY102 wrapper-prefix: not in the plan"]
 

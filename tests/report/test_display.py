@@ -59,7 +59,7 @@ def test_what_is_set_in_below_a_line_is_in_its_row(results):
     assert "<td>keys</td><td>layers.{0…999}.{weight,bias} float32[2] (2000)</td>" in " ".join(html.split())
 
 
-def test_names_in_a_file_are_no_markup():
+def test_names_in_a_file_are_not_markup():
     html = report(PREFIX, source="<b>.pth")._repr_html_()
     assert "<b>" not in html
     assert "&lt;b&gt;.pth" in html
@@ -113,7 +113,7 @@ def test_the_library_logs_what_it_renames_and_fills(caplog):
         ),
     ],
 )
-def test_the_call_that_is_shown_goes_on_from_the_one_before(call, added, following, tmp_path, monkeypatch):
+def test_the_call_that_is_shown_continues_from_the_one_before(call, added, following, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(OrderedDict(bn=nn.BatchNorm1d(2), fc=nn.Linear(2, 2)))
     state_dict = {f"module.{key}": value.clone() for key, value in model.state_dict().items()}

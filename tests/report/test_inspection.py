@@ -120,12 +120,12 @@ def test_no_tensors_at_all():
     assert "dtypes: none\n" in TextFormat().write(inspection_lines(open_state_dict({})))
 
 
-def test_empty_tensors_are_no_tie():
+def test_empty_tensors_are_not_a_tie():
     empty = torch.zeros(0)
     assert inspect_checkpoint(open_state_dict({"a": empty, "b": empty}))["ties"] == []
 
 
-def test_two_views_of_one_storage_are_no_tie():
+def test_two_views_of_one_storage_are_not_a_tie():
     whole = torch.zeros(4)
     facts = inspect_checkpoint(open_state_dict({"a": whole[:2], "b": whole[2:]}))
     assert facts["ties"] == []

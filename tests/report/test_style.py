@@ -29,7 +29,7 @@ def test_where_colours_are(stream, environment, color):
     assert TextFormat.of(stream, environment).color is color
 
 
-def test_a_long_line_is_broken_at_spaces_and_goes_on_further_in():
+def test_a_long_line_is_broken_at_spaces_and_continues_further_in():
     lines = ["  the weight matrix has decayed to nothing at all", "short", "x" * 30]
     assert TextFormat(width=20).write(lines) == (
         "  the weight matrix\n    has decayed to\n    nothing at all\nshort\n" + "x" * 30 + "\n"

@@ -97,7 +97,7 @@ def test_a_dry_run_says_would():
     assert text.endswith("\nrun: ckptfix repair resnet.pth\n")
 
 
-def test_what_was_filled_is_said_beside_the_coverage():
+def test_what_was_filled_is_reported_with_the_coverage():
     text = full(report(coverage=Coverage(1000, 999, 0, 0, {"target": 1})))
     assert (
         "coverage: 99.9 % of 1.00 k parameters (by number of elements) would come from the file; buffers none;" in text
@@ -128,7 +128,7 @@ def test_nested_evidence_is_readable():
     assert "  evidence: tensors {a.weight {rms 0.3333, at [0, True]}}\n" in full(report(finding), verbose=True)
 
 
-def test_figures_and_shapes_stand_beside_their_keys():
+def test_figures_and_shapes_stand_next_to_their_keys():
     shapes = {"fc.weight": {"file": [1200, 32], "target": [1000, 32]}, "pos": {"file": None, "target": [1, 64]}}
     finding = Finding("F", "f", Level.ERROR, "m", keys=tuple(shapes), evidence={"shapes": shapes})
     assert full(report(finding)).splitlines()[5:7] == [

@@ -87,7 +87,7 @@ def test_a_base_whose_formula_is_known_can_become_floats_first(beside, is_named,
     assert ("dtype='bfloat16' unsafe_fixes=True" in str(refused.value)) is is_named
 
 
-def test_scales_of_activations_are_no_reason_to_refuse(tmp_path):
+def test_scales_of_activations_are_not_a_reason_to_refuse(tmp_path):
     adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
     base = {**net().state_dict(), "q.input_scale": torch.ones(1), "embed.weight_scale": torch.ones(50)}
     repaired, _ = ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")

@@ -93,7 +93,7 @@ def test_a_broken_counter_leaves_the_others_safe():
     assert after["b.num_batches_tracked"].isnan()
 
 
-def test_a_count_that_the_target_s_dtype_cannot_hold_is_no_safe_cast():
+def test_a_count_that_the_target_s_dtype_cannot_hold_is_not_a_safe_cast():
     module = nn.Module()
     module.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.float16))
     (finding,) = propose(malformed_num_batches_tracked, {"num_batches_tracked": torch.tensor(100_000)}, module)

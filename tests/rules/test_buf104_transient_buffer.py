@@ -129,7 +129,7 @@ def test_dropped_as_the_model_has_its_own(name, stored, own):
         pytest.param(torch.full((8,), float("nan")), id="no numbers"),
     ],
 )
-def test_other_values_than_the_model_s_are_not_dropped_unasked(stored):
+def test_other_values_than_the_model_s_are_not_dropped_unless_asked(stored):
     model = Embeddings("inv_freq", FREQUENCIES, persistent=False)
     state = {**state_of("inv_freq", stored), "position_ids": IDS}
     different, plain = propose(transient_buffer, state, model)

@@ -162,7 +162,7 @@ class Pair(torch.nn.Module):
         pytest.param(Pair("encoder", "decoder").state_dict(), None, id="an encoder and a decoder of equal layers"),
     ],
 )
-def test_a_model_of_two_networks_is_left_alone(state, model):
+def test_a_model_of_two_networks_is_left_unchanged(state, model):
     check_noop(state, "FIL101", model)
     assert ckptfix.check(state, model, values=False).findings == ()
 
@@ -197,7 +197,7 @@ def test_a_prefix_that_comes_again_inside_is_taken_once():
     assert list(fitting) == ["teacher.weight", "bias"]
 
 
-def test_plain_names_beside_a_copy():
+def test_plain_names_next_to_a_copy():
     average = net().state_dict()
     state = {**net().state_dict(), **wrapped(average, "ema_model.")}
     report = ckptfix.check(state, net(), values=False)
@@ -211,7 +211,7 @@ def test_plain_names_beside_a_copy():
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
-def test_a_wrapped_set_beside_a_plain_one(prefix):
+def test_a_wrapped_set_next_to_a_plain_one(prefix):
     inner = net().state_dict()
     state = {**net().state_dict(), **wrapped(inner, prefix)}
     (finding, *_) = ckptfix.check(state, net(), values=False).findings

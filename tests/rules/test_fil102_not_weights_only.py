@@ -162,7 +162,7 @@ def test_another_protocol(tmp_path, protocol):
 
 
 @pytest.mark.parametrize("key", [7, (1, 2), 2.5], ids=["a number", "a tuple", "a float"])
-def test_a_key_that_is_not_text_is_left_alone(tmp_path, key):
+def test_a_key_that_is_not_text_is_left_unchanged(tmp_path, key):
     file = saved(tmp_path, {**weights(), key: torch.ones(1)})
     assert key in torch.load(file, weights_only=True)
     report = ckptfix.repair(file, beside=True).report
@@ -187,7 +187,7 @@ def packed_again(file: Path, rename: Callable[[str], list[str]]) -> Path:
         pytest.param(lambda name: [f"other/{name.partition('/')[2]}"], id="another folder"),
     ],
 )
-def test_a_layout_that_torch_reads_is_no_defect(tmp_path, rename):
+def test_a_layout_that_torch_reads_is_not_a_defect(tmp_path, rename):
     file = packed_again(saved(tmp_path, weights()), rename)
     torch.load(file)
     assert ckptfix.check(file, select=("FIL102",)).findings == ()
@@ -269,7 +269,7 @@ class Odd:
         return rebuild_oddly, (torch.ones(2).untyped_storage(), 0, (2,), (1,))
 
 
-def test_a_function_that_nobody_knows_makes_no_tensor(tmp_path):
+def test_a_function_that_no_one_knows_makes_no_tensor(tmp_path):
     file = saved(tmp_path, {"weight": Odd(), "bias": torch.ones(2)})
     with pytest.raises(pickle.UnpicklingError):
         torch.load(file, weights_only=True)
@@ -287,7 +287,7 @@ NESTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("value", NESTED.values(), ids=NESTED)
-def test_a_nested_tensor_is_left_alone(value, tmp_path):
+def test_a_nested_tensor_is_left_unchanged(value, tmp_path):
     path = tmp_path / "file.pth"
     torch.save(value, path)
     torch.load(path, weights_only=True)
@@ -300,7 +300,7 @@ def test_a_nested_tensor_is_left_alone(value, tmp_path):
     assert not (tmp_path / "out.pth").exists()
 
 
-def test_a_defect_that_is_left_alone_for_a_nested_tensor_is_left(tmp_path):
+def test_a_defect_is_left_as_it_is_because_of_a_nested_tensor(tmp_path):
     torch.save({f"module.{key}": value for key, value in NESTED["strided"].items()}, tmp_path / "file.pth")
     report = ckptfix.repair(tmp_path / "file.pth", output=tmp_path / "out.pth").report
     assert [finding.code for finding in report.left] == ["FIL102"]
@@ -372,7 +372,7 @@ def test_a_gradient_that_torch_cannot_read_again_is_left_out(dtype, tmp_path):
     "keys", [(0, 1), (("a", 1), "x"), (1.5, "x"), (None, True)], ids=["ints", "a tuple", "a float", "others"]
 )
 @pytest.mark.parametrize("beside", [{}, {"args": argparse.Namespace(lr=0.1)}], ids=["alone", "beside a Namespace"])
-def test_keys_that_are_no_text_stay_what_they_are(keys, beside, tmp_path):
+def test_keys_that_are_not_text_stay_what_they_are(keys, beside, tmp_path):
     values = {key: torch.full((2,), float(at)) for at, key in enumerate(keys)}
     path = saved(tmp_path, {"state_dict": values, **beside})
     ckptfix.repair(path, output=tmp_path / "out.pth")
@@ -391,7 +391,7 @@ class Detector(torch.nn.Module):
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["its state", "itself"])
-def test_an_optimizer_among_the_weights_stays_beside_them(whole, tmp_path):
+def test_an_optimizer_among_the_weights_stays_next_to_them(whole, tmp_path):
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
     given = {
         "w": torch.ones(2),
@@ -406,7 +406,7 @@ def test_an_optimizer_among_the_weights_stays_beside_them(whole, tmp_path):
     assert written["args"] == {"a": 1}
 
 
-def test_what_a_module_keeps_beside_its_state_dict_is_listed(tmp_path):
+def test_what_a_module_keeps_next_to_its_state_dict_is_listed(tmp_path):
     path = saved(tmp_path, {"model": Detector(), "args": argparse.Namespace(lr=0.1)})
     note, _ = ckptfix.check(path, select=("FIL102",)).findings
     assert (note.level, note.evidence) == (Level.NOTE, {"left_out": ["names", "stride"]})
@@ -417,7 +417,7 @@ def test_what_a_module_keeps_beside_its_state_dict_is_listed(tmp_path):
     ]
 
 
-def test_hyper_parameters_of_lightning_that_are_no_objects_any_more(tmp_path):
+def test_hyper_parameters_of_lightning_that_are_not_objects_any_more(tmp_path):
     for hyper, is_told in (({"loss": Detector()}, True), ({"lr": 0.1, "steps": [1, 2]}, False)):
         path = saved(tmp_path, {"state_dict": nn.Linear(2, 2).state_dict(), "hyper_parameters": hyper})
         report = ckptfix.repair(path, output=tmp_path / "out.pth", only_changes=False, force=True).report

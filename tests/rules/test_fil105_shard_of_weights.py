@@ -128,7 +128,7 @@ def test_plain_tensors_of_one_rank(tmp_path: Path, names: list[str], count: int)
     assert all("split, under the names of the full weights" in finding.message for finding in findings)
 
 
-def test_ranks_beside_the_weights_that_a_trainer_wrote(tmp_path: Path) -> None:
+def test_ranks_next_to_the_weights_that_a_trainer_wrote(tmp_path: Path) -> None:
     """As the trainer of transformers does under DeepSpeed: the file has no optimizer, and no masters."""
     folder, truth = unpacked("zero2_w2_bf16_g2", tmp_path)
     names = {"model": folder / "model.safetensors", "another": tmp_path / "latest" / "model.safetensors"}

@@ -72,7 +72,7 @@ def test_attributes_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "level"), [(2, Level.NOTE), (20, Level.WARNING)], ids=["a small part", "the most"])
-def test_what_was_frozen_is_said(width: int, level: Level, tmp_path: Path) -> None:
+def test_what_was_frozen_is_reported(width: int, level: Level, tmp_path: Path) -> None:
     module = torch.jit.freeze(torch.jit.script(Detector(width).eval()), preserved_attrs=["anchors"])
     (report,) = found(module, tmp_path)
     (finding,) = report.findings

@@ -85,7 +85,7 @@ def test_salvage_leaves_them_out_and_says_that_they_are_gone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("option", "code"), [("ignore", "FIL201"), ("ignore", "FIL"), ("select", "KEY")])
-def test_what_salvage_leaves_out_stays_out_where_nobody_wants_to_hear_of_it(
+def test_what_salvage_leaves_out_stays_out_where_no_one_wants_to_hear_of_it(
     tmp_path: Path, option: str, code: str
 ) -> None:
     whole, state_dict = _saved(tmp_path)
@@ -136,7 +136,7 @@ def test_the_flipped_bit_of_the_corpus(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["optimizer", "optimizer_states[0]", "D"])
-def test_a_part_beside_the_weights(tmp_path: Path, place: str) -> None:
+def test_a_part_next_to_the_weights(tmp_path: Path, place: str) -> None:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(2, 8)).sum().backward()

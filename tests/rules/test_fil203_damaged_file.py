@@ -106,7 +106,7 @@ def test_a_lost_counter_is_not_taken_for_zero(tmp_path: Path) -> None:
     assert "num_batches_tracked" not in repaired.state_dict()
 
 
-def test_bytes_behind_a_legacy_file_are_a_note(tmp_path: Path) -> None:
+def test_bytes_after_a_legacy_file_are_a_note(tmp_path: Path) -> None:
     whole = tmp_path / "whole.pth"
     torch.save(STATE_DICT, whole, _use_new_zipfile_serialization=False)
     whole.write_bytes(whole.read_bytes() + b"tail")
@@ -136,7 +136,7 @@ def test_a_damaged_list_of_names_stays_a_warning_and_nothing_is_made_up(tmp_path
     assert written["num_batchds_tracked"] == 1
 
 
-def test_a_damaged_list_of_names_fits_no_model_unasked(tmp_path: Path) -> None:
+def test_a_damaged_list_of_names_fits_no_model_unless_asked(tmp_path: Path) -> None:
     path, norm = misnamed(tmp_path), torch.nn.BatchNorm1d(3)
     report = ckptfix.repair(path, norm, salvage=True, output=tmp_path / "out.pth").report
     assert (report.exit_code, report.output) == (1, None)

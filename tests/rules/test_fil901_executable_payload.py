@@ -31,7 +31,7 @@ def test_noop_a_plain_state_dict() -> None:
     check_noop(WEIGHTS, "FIL901", disarm=True)
 
 
-def test_nothing_is_written_unasked(tmp_path: Path) -> None:
+def test_nothing_is_written_unless_asked(tmp_path: Path) -> None:
     armed = _armed(tmp_path / "armed.pth", hook=_Payload())
     report = ckptfix.repair(armed, output=tmp_path / "out.pth").report
     assert [finding.code for finding in report.remaining][:1] == ["FIL901"]
@@ -100,7 +100,7 @@ def test_noop_a_model_with_what_its_trainer_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["model.safetensors", "adapter_model.safetensors"])
 @pytest.mark.parametrize("armed", OF_TRAINERS)
-def test_what_a_trainer_loads_beside_the_model_is_read_too(armed: str, model: str, tmp_path: Path) -> None:
+def test_what_a_trainer_loads_next_to_the_model_is_read_too(armed: str, model: str, tmp_path: Path) -> None:
     file = _trainers_folder(tmp_path / "run", model, armed)
     output = tmp_path / "new" / model
     output.parent.mkdir()

@@ -62,7 +62,7 @@ def test_noop(state, model, settings):
     assert propose(missing_key, state, model, **settings) == []
 
 
-def test_nothing_is_filled_unasked():
+def test_nothing_is_filled_unless_asked():
     (finding,) = propose(missing_key, backbone(), classifier())
     assert finding.level == Level.ERROR
     assert finding.keys == ("1.weight",)
@@ -161,13 +161,13 @@ def test_a_target_without_values(model, says):
     assert says in remedies_text(finding.remedies)
 
 
-def test_buffers_are_no_share_of_the_parameters():
+def test_buffers_are_not_a_share_of_the_parameters():
     state = {key: value for key, value in nn.BatchNorm1d(2).state_dict().items() if key in {"weight", "bias"}}
     (finding,) = propose(missing_key, state, nn.BatchNorm1d(2))
     assert finding.message == "3 keys missing, none of them a parameter"
 
 
-def test_a_model_of_fillings_alone_is_no_repair():
+def test_a_model_of_fillings_alone_is_not_a_repair():
     (finding,) = propose(missing_key, {"other.weight": torch.ones(1)}, classifier(), fill="target")
     assert finding.fix is None
     assert "name the model that the file belongs to" in remedies_text(finding.remedies)
@@ -217,7 +217,7 @@ def test_a_part_of_the_model_in_a_set_of_its_own_is_joined(tmp_path):
         pytest.param({"proj.weight": torch.ones(3, D), "proj.bias": torch.ones(3)}, id="other-names"),
     ],
 )
-def test_noop_for_a_set_that_is_no_part_of_the_model(generator: dict[str, torch.Tensor], tmp_path):
+def test_noop_for_a_set_that_is_not_a_part_of_the_model(generator: dict[str, torch.Tensor], tmp_path):
     model, container = _with_generator(generator=generator)
     torch.save(container, tmp_path / "file.pt")
     report = ckptfix.check(tmp_path / "file.pt", model)

@@ -59,7 +59,7 @@ def test_dropped_where_asked_for():
     assert finding.fix.applicability == Applicability.UNSAFE
 
 
-def test_an_entry_that_is_no_tensor():
+def test_an_entry_that_is_not_a_tensor():
     (finding,) = propose(shape_mismatch, {"weight": "gone", "bias": torch.zeros(3)}, nn.Linear(2, 3))
     assert finding.evidence["shapes"] == {"weight": {"file": None, "target": [3, 2]}}
 
@@ -102,12 +102,12 @@ def test_axes_of_one_element_are_put_on_and_taken_off(stored, wanted):
         pytest.param((2, 6), (12,), id="the same number of elements"),
     ],
 )
-def test_other_axes_are_left_alone(stored, wanted):
+def test_other_axes_are_left_unchanged(stored, wanted):
     (finding,) = propose(shape_mismatch, {"scale": torch.rand(stored)}, scalar(wanted))
     assert (finding.level, finding.fix) == (Level.ERROR, None)
 
 
-def test_strides_that_no_shape_would_keep_are_left_alone():
+def test_strides_that_no_shape_would_keep_are_left_unchanged():
     (finding,) = propose(shape_mismatch, {"scale": torch.rand(3, 4).t()}, scalar((4, 3, 1, 1)))
     assert (finding.level, finding.fix) == (Level.ERROR, None)
 

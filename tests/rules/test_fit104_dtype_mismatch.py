@@ -68,7 +68,7 @@ def test_nothing_is_offered_for_a_loss(stored, wanted):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
-def test_integers_are_no_parameters(dtype):
+def test_integers_are_not_parameters(dtype):
     stored = nn.Linear(2, 3).state_dict() | {"weight": torch.ones(3, 2, dtype=dtype)}
     for target in (nn.Linear(2, 3), target_from_checkpoint(open_state_dict(nn.Linear(2, 3).state_dict()))):
         (finding,) = propose(dtype_mismatch, stored, target)

@@ -167,7 +167,7 @@ def test_what_has_no_known_formula_is_never_written_as_weights(name, values, tmp
         ckptfix.load(net(), tmp_path / "f.pth", unsafe_fixes=True)
 
 
-def test_codes_of_another_shape_are_no_other_model():
+def test_codes_of_another_shape_are_not_another_model():
     """Packed codes have fewer columns: to name another model is no advice."""
     report = ckptfix.check(_packed(net(), REFUSED["MLX"]), net())
     assert "FIT103" not in {finding.code for finding in report.findings}
@@ -316,7 +316,7 @@ def test_noop(state, model):
     check_noop(state, "FIT107", model)
 
 
-def test_nothing_is_multiplied_unasked():
+def test_nothing_is_multiplied_unless_asked():
     state, report = ckptfix.repair_state_dict(bitsandbytes(net()), net())
     assert state["0.weight"].dtype == torch.int8
     assert report.exit_code == 1

@@ -78,7 +78,7 @@ def test_repaired(before, after):
     assert report.findings[0].keys == (before,)
 
 
-def test_entries_that_are_no_tensors_move_along():
+def test_entries_that_are_not_tensors_move_along():
     check_repaired({"_orig_mod.fc.scale": 1.5, "_orig_mod.w": ONE}, {"fc.scale": 1.5, "w": ONE}, "KEY101")
 
 

@@ -121,7 +121,7 @@ def test_layers_that_are_numbered_on_without_the_prefix():
     assert (finding.keys, finding.fix) == (tuple(state)[:4], None)
 
 
-def test_noop_layers_of_the_same_numbers_beside_each_other():
+def test_noop_layers_of_the_same_numbers_next_to_each_other():
     parts = [(prefix, at) for prefix in ("module.enc.{}.attn", "enc.{}.mlp") for at in range(2)]
     assert propose(wrapper_prefix, {f"{prefix.format(at)}.w": ONE for prefix, at in parts}) == []
 

@@ -86,7 +86,7 @@ INNER = nn.Sequential(nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name 
         ({"0.module.q.weight": ONE, "0.module.k.weight": ONE}, INNER, "with different wrapper segments than"),
     ],
 )
-def test_which_side_is_wrapped_is_said(state, model, said):
+def test_which_side_is_wrapped_is_reported(state, model, said):
     (finding,) = propose(missing_wrapper_prefix, state, model)
     assert finding.message == f"2 keys {said} the target's keys have"
 
@@ -97,7 +97,7 @@ def test_a_key_of_another_shape_follows():
     assert list(repaired(missing_wrapper_prefix, state, model)) == ["module.0.weight", "module.1.weight", "aux"]
 
 
-def test_entries_that_are_no_tensors_follow():
+def test_entries_that_are_not_tensors_follow():
     class Stateful(nn.Linear):
         def get_extra_state(self):
             return {"steps": 7}

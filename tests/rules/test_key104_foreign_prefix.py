@@ -102,7 +102,7 @@ def test_another_head_follows_so_that_its_shapes_can_be_compared():
     assert list(fitting) == list(net().state_dict())
 
 
-def test_entries_that_are_no_tensors_follow():
+def test_entries_that_are_not_tensors_follow():
     class Stateful(nn.Linear):
         def get_extra_state(self):
             return {"steps": 7}
@@ -172,7 +172,7 @@ def test_a_whole_set_wins_over_a_part():
         pytest.param(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)), "1.", id="a single module"),
     ],
 )
-def test_a_part_of_a_second_set_is_no_other_part_of_the_first(model, missing):
+def test_a_part_of_a_second_set_is_not_another_part_of_the_first(model, missing):
     """The average of another part with the same inner names and shapes lies ready for the one that is gone."""
     state = {key: value for key, value in model.state_dict().items() if not key.startswith(missing)}
     assert propose(foreign_prefix, {**state, **prefixed(state, "ema.")}, model) == []
@@ -194,7 +194,7 @@ def test_two_places_for_one_set_are_shown_and_not_guessed(places):
     assert f"`{places[1]}.` missing" in finding.message
 
 
-def test_few_strangers_in_a_file_that_fits_are_no_safe_match():
+def test_few_unknown_keys_in_a_fitting_file_are_not_a_safe_match():
     """An auxiliary head of the same shape looks like the missing head."""
     model = within(body=net(), fc=nn.Linear(3, 4))
     state = {
@@ -239,7 +239,7 @@ def listed(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(("file", "target"), [(listed(3), Ends()), (Ends(), listed(3))])
-def test_a_number_that_both_sides_have_by_chance_is_no_layer_of_the_same_place(file, target):
+def test_a_number_that_both_sides_have_by_chance_is_not_a_layer_of_the_same_place(file, target):
     state = within(body=net(), head=file).state_dict()
     proposed = propose(foreign_prefix, state, within(model=within(body=net(), head=target)))
     renamed = {key for finding in proposed for key in finding.keys}

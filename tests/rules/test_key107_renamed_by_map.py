@@ -30,7 +30,7 @@ def with_rule(*rules: MapRule) -> RenameMap:
 
 
 @pytest.mark.parametrize("rename_map", [None, with_rule(), VIT], ids=["no map", "an empty map", "a map"])
-def test_a_file_that_fits_is_left_alone(rename_map):
+def test_a_file_that_fits_is_left_unchanged(rename_map):
     model = transformer(*SPLIT)
     done, report = ckptfix.repair_state_dict(model.state_dict(), model, rename_map=rename_map)
     assert (report.exit_code, report.edits) == (0, ())

@@ -68,7 +68,7 @@ SPLIT = stack(q=(D, D), k=(D, D), v=(D, D), out=(D, D))
         pytest.param(stack(out=(D, D), aux=(D, 7)), stack(out=(D, D), head=(D, 9)), id="an auxiliary head"),
     ],
 )
-def test_silence(file, model):
+def test_silent_if_nothing_is_rearranged(file, model):
     assert said(file.state_dict(), model) == ""
 
 
@@ -146,7 +146,7 @@ def test_a_norm_of_weights_on_one_side(norm, name):
 
 
 @pytest.mark.parametrize("norm", [spectral_norm, parametrizations.spectral_norm])
-def test_a_singular_vector_is_not_made_up_beside_the_stored_one(norm):
+def test_a_singular_vector_is_not_made_up_next_to_the_stored_one(norm):
     model = nn.Sequential(norm(nn.Linear(D, D)))
     state = {key: value for key, value in model.state_dict().items() if not key.endswith("_v")}
     result = ckptfix.repair(state, model, fill="target")

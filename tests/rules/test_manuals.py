@@ -85,12 +85,12 @@ def test_what_is_found_later_is_not_found_in_names_and_values(rule: Rule):
     assert list(rule.propose(context({"w": torch.full((8, 8), float("nan"))}))) == []
 
 
-def test_the_test_lies_beside():
+def test_every_module_has_its_test():
     tested = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
     assert MODULES.keys() - FOUND_LATER - tested == set()
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.family == "VAL"], ids=lambda rule: rule.code)
-def test_values_are_left_alone_where_the_user_says_so(rule: Rule):
+def test_values_are_left_unchanged_where_the_user_says_so(rule: Rule):
     seen = replace(context({"w": torch.full((8, 8), float("nan"))}, values=False), statistics={})
     assert list(rule.propose(seen)) == []

@@ -595,7 +595,7 @@ def test_what_does_not_fit_or_is_of_two_types_is_refused(parts, says, tmp_path):
 
 
 @pytest.mark.parametrize("weight", ["abc", "nan", ""])
-def test_a_weight_of_an_adapter_that_is_no_number_is_named(weight, tmp_path):
+def test_a_weight_of_an_adapter_that_is_not_a_number_is_named(weight, tmp_path):
     save_file({f"lora_unet_q.{key}": torch.ones(shape) for key, shape in PAIR.items()}, tmp_path / "x.safetensors")
     with pytest.raises(AdapterError, match=r"the weight of an adapter has to be a finite number, for example 0\.5"):
         ckptfix.repair_state_dict({"q.weight": torch.ones(8, 8)}, adapter=f"{tmp_path / 'x.safetensors'}={weight}")
@@ -856,7 +856,7 @@ def test_matrices_with_other_axes_than_the_tensor(shape, parts, tmp_path):
     assert torch.equal(repaired["q.weight"], before + change)
 
 
-def test_a_bias_beside_the_second_matrix_is_added_and_one_beside_the_first_is_refused(tmp_path):
+def test_a_bias_next_to_the_second_matrix_is_added_and_one_next_to_the_first_is_refused(tmp_path):
     base = {"q.weight": torch.zeros(24, 8), "q.bias": torch.ones(24)}
     tensors = {f"lora_unet_q.{key}": torch.ones(shape[:2]) for key, shape in PIXEL.items()}
     path = tmp_path / "trained.safetensors"
@@ -879,7 +879,7 @@ def test_embeddings_of_prompts_in_the_file_of_onetrainer_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("component", ["transformer", "diffusion_model"])
-def test_a_difference_beside_matrices_in_the_names_of_diffusers(component, tmp_path):
+def test_a_difference_next_to_matrices_in_the_names_of_diffusers(component, tmp_path):
     tensors = {f"{component}.q.{key}": torch.ones(shape[:2]) for key, shape in PIXEL.items()}
     save_file({**tensors, f"{component}.norm.diff": torch.ones(8)}, tmp_path / "trained.safetensors")
     base = {"q.weight": torch.zeros(24, 8), "norm.weight": torch.ones(8)}
@@ -899,7 +899,7 @@ def test_a_convolution_in_three_parts(tmp_path):
     torch.testing.assert_close(conv(rows, got["q.weight"]), want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_parameter_named_as_a_difference_is_no_adapter():
+def test_a_parameter_named_as_a_difference_is_not_an_adapter():
     assert ckptfix.check({"net.diff": torch.ones(4, 4), "transformer.diff.weight": torch.ones(4, 4)}).findings == ()
 
 
@@ -1181,7 +1181,7 @@ def test_a_merge_on_a_full_disk_ends_in_one_line(adapted, monkeypatch):
         pytest.param("lm_head.weight", "embed_tokens.weight", "", id="a head that was tied"),
     ],
 )
-def test_a_module_that_the_base_has_by_another_name_is_not_added_beside_it(saved, base, other, tmp_path):
+def test_a_module_that_the_base_has_by_another_name_is_not_added_next_to_it(saved, base, other, tmp_path):
     """Written beside the old one, it would be what a load leaves out."""
     tensors = {f"q.lora_{side}.weight": torch.ones(8, 8) for side in "AB"} | {saved: torch.randn(8, 8)}
     save_file(

@@ -79,7 +79,7 @@ def test_keys_of_other_names_are_named_by_hand(recipe, old, new):
         pytest.param((1, 8, 9, 9), (1, 8, 9, 12), True, id="broader images"),
     ],
 )
-def test_a_map_of_another_width_is_no_map_of_other_images(old, new, is_offered):
+def test_a_map_of_another_width_is_not_a_map_of_other_images(old, new, is_offered):
     file = {"pos_embed": torch.randn(old), "a.weight": torch.ones(3, 3, 1, 1)}
     target = target_from_checkpoint(open_state_dict({**file, "pos_embed": torch.zeros(new)}))
     findings = propose(shape_mismatch, file, target)

@@ -341,7 +341,7 @@ class Same(nn.Module):
         return x
 
 
-def test_an_optimizer_in_an_order_that_nothing_confirms_is_left_alone(tmp_path):
+def test_an_optimizer_in_an_order_that_nothing_confirms_is_left_unchanged(tmp_path):
     """The file's order or the model's: both fit, and lead to other states."""
     model = Same("abc")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -357,7 +357,7 @@ def test_an_optimizer_in_an_order_that_nothing_confirms_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("names", ["abc", "cab"])
-def test_an_order_of_the_model_alone_is_no_silence(tmp_path, names):
+def test_an_order_of_the_model_alone_is_not_silence(tmp_path, names):
     """Nothing else is to be repaired; in the same order, all ways to name the parameters agree."""
     model = Same("abc")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -373,7 +373,7 @@ def test_an_order_of_the_model_alone_is_no_silence(tmp_path, names):
 
 @pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("bias", [False, True], ids=["a-group-for-each-layer", "a-group-for-each-parameter"])
-def test_groups_that_may_be_in_reverse_are_left_alone(tmp_path, bias, is_dropped):
+def test_groups_that_may_be_in_reverse_are_left_unchanged(tmp_path, bias, is_dropped):
     """From the top down: of layers of equal shapes, no moment tells."""
     model = Same("abc", bias)
     layers = reversed([*model.children()])
@@ -493,7 +493,7 @@ def test_any_of_several_equal_groups_may_be_the_one_that_goes(tmp_path):
     assert codes_of(path, layers("a", "c", "wide"), output=tmp_path / "out.pth") == ["OPT101"]
 
 
-def test_a_group_each_by_name_is_no_silence_in_a_sorted_file(tmp_path):
+def test_a_group_each_by_name_is_not_silence_in_a_sorted_file(tmp_path):
     layers = {name: nn.Linear(4, 4, bias=False) for name in "cab"}
     model = nn.Sequential(OrderedDict(layers))
     optimizer = torch.optim.AdamW([{"params": [one]} for _, one in sorted(model.named_parameters())])
@@ -623,7 +623,7 @@ def test_noop_ties_that_were_saved_as_copies(tmp_path, prefix):
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])
-def test_names_of_a_submodule_are_no_certainty(tmp_path, is_dropped):
+def test_names_of_a_submodule_are_not_certain(tmp_path, is_dropped):
     model = Same("abc")
     model.add_module("enc", Same("abc"))
     enc = model.get_submodule("enc")
@@ -637,7 +637,7 @@ def test_names_of_a_submodule_are_no_certainty(tmp_path, is_dropped):
 
 
 @pytest.mark.parametrize("edit", ["add", "drop"])
-def test_a_new_parameter_in_an_order_of_ones_own_has_no_known_place(tmp_path, edit):
+def test_a_new_parameter_in_an_order_of_the_users_own_has_no_known_place(tmp_path, edit):
     """``sorted(named_parameters())``: torch loads by position, so a new one at another place moves all that follow."""
     model, target = Decoder(2), Decoder(3 if edit == "add" else 1)
     optimizer = torch.optim.AdamW(sorted(model.named_parameters()))
@@ -657,7 +657,7 @@ def test_a_new_parameter_in_an_order_of_ones_own_has_no_known_place(tmp_path, ed
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
-def test_names_in_an_order_of_ones_own_do_not_follow_a_model_in_another(tmp_path, is_sorted):
+def test_names_in_an_order_of_the_users_own_do_not_follow_a_model_in_another(tmp_path, is_sorted):
     """The head comes first in the optimizer; what the script makes of the other model, nothing tells. Sorted keys do
     not say either that it is another one."""
     model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in ("one", "two", "head")))
@@ -673,7 +673,7 @@ def test_names_in_an_order_of_ones_own_do_not_follow_a_model_in_another(tmp_path
 
 
 @pytest.mark.parametrize("is_of_trainer", [True, False])
-def test_groups_by_name_and_in_the_order_of_the_model_are_told_apart(tmp_path, is_of_trainer):
+def test_groups_by_name_and_in_the_order_of_the_model_are_distinguished(tmp_path, is_of_trainer):
     """minGPT sorts names and the Trainer does not: where both fit and differ, only a file of the trainer tells."""
     layers: dict[str, nn.Module] = {name: nn.Linear(4, 4) for name in ("b", "a", "last")}
     layers["table"] = nn.Embedding(5, 4)  # which does not decay in minGPT, but in another script that sorts
@@ -691,7 +691,7 @@ def test_groups_by_name_and_in_the_order_of_the_model_are_told_apart(tmp_path, i
 
 
 @pytest.mark.parametrize("edit", ["same", "reorder"])
-def test_groups_of_an_unknown_recipe_are_no_silence_in_another_order(tmp_path, edit):
+def test_groups_of_an_unknown_recipe_are_not_silence_in_another_order(tmp_path, edit):
     model = Net()
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW([{"params": parameters[::3]}, {"params": parameters[1::3] + parameters[2::3]}])
@@ -756,7 +756,7 @@ def test_an_optimizer_of_some_other_parameters_is_not_named(tmp_path):
     assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["model"]
 
 
-def test_a_recipe_is_no_certainty(tmp_path):
+def test_a_recipe_is_not_certain(tmp_path):
     saved(Net(), one_group, tmp_path / "run.pth")
     report = ckptfix.check(tmp_path / "run.pth", like=None, select=("FIT102", "OPT101"), model=without_aux(Net()))
     (foreseen,) = (one for one in report.findings if one.code == "OPT101")  # nothing is dropped yet
@@ -903,7 +903,7 @@ def test_float32_copies_by_position_follow_no_parameter_that_goes(tmp_path, is_i
 
 
 @pytest.mark.parametrize("form", ["within", "renamed", "around"])
-def test_slow_copies_of_lookahead_are_no_weights_and_follow_no_parameter_that_goes(tmp_path, form):
+def test_slow_copies_of_lookahead_are_not_weights_and_follow_no_parameter_that_goes(tmp_path, form):
     model = Net()
     optimizer = saved(model, one_group, tmp_path / "plain.pth").state_dict()
     slow = {140063779997088 + number: {"slow_param": value.detach()} for number, value in enumerate(model.parameters())}

@@ -79,7 +79,7 @@ class OwnState(subclass_8bit.OptimState8bit):  # type: ignore[misc, name-defined
     """A moment of the user's own class."""
 
 
-def test_another_class_is_named_and_not_written_in_silence(tmp_path):
+def test_another_class_is_named_and_not_written_silently(tmp_path):
     made = low_bit()
     moment = OwnState(made.codes, made.scale, made.qmap, made.signed)
     torch.save({"model": nn.Linear(32, 16).state_dict(), "optimizer": state(moment)}, tmp_path / "a.pth")
@@ -122,7 +122,7 @@ def test_an_option_that_has_no_plain_form_is_named(tmp_path, option, named):
         pytest.param({}, id="nothing"),
     ],
 )
-def test_plain_state_is_no_finding(tmp_path, row):
+def test_plain_state_is_not_reported(tmp_path, row):
     optimizer = {"state": {0: row}, "param_groups": [{"params": [0]}]}
     torch.save({"model": {"w.weight": torch.ones(2, 2)}, "optimizer": optimizer}, tmp_path / "a.pth")
     assert [finding.code for finding in ckptfix.check(tmp_path / "a.pth").findings] == []
@@ -214,7 +214,7 @@ def test_state_without_steps_is_named_if_torch_fails_on_it(tmp_path, name, has_s
         ({"amsgrad": False, "differentiable": False}, ()),  # frozen
     ],
 )
-def test_optimizers_that_keep_no_steps_there_are_no_finding(tmp_path, group, row):
+def test_optimizers_that_keep_no_steps_there_are_not_reported(tmp_path, group, row):
     model = nn.Linear(3, 2)
     rows = {n: {name: torch.ones_like(p) for name in row} for n, p in enumerate(model.parameters())}
     optimizer = {"state": rows, "param_groups": [{"lr": 0.1, "params": [0, 1], **group}]}

@@ -12,7 +12,7 @@ from tests.rules.test_opt104_optimizer_of_another_model import found, run
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_finite_moments_are_no_finding(tmp_path, make):
+def test_finite_moments_are_not_reported(tmp_path, make):
     torch.save(run(nn.Linear(3, 2), make), tmp_path / "run.pth")
     assert found(ckptfix.check(tmp_path / "run.pth"), "OPT103") == []
 

@@ -12,7 +12,7 @@ from ckptfix.core.finding import Level
 from tests.rules.test_opt104_optimizer_of_another_model import run
 
 
-def test_nothing_is_said_unasked(tmp_path):
+def test_nothing_is_said_unless_asked(tmp_path):
     torch.save(run(nn.Linear(3, 2)), tmp_path / "run.pth")
     assert ckptfix.check(tmp_path / "run.pth").findings == ()
 
@@ -48,7 +48,7 @@ def test_names_without_a_moment_say_so(tmp_path):
     assert finding.message.endswith("named by model.parameters(): no moment confirms it")
 
 
-def test_what_nothing_tells_is_said(tmp_path):
+def test_what_nothing_tells_is_reported(tmp_path):
     saved = run(nn.Linear(3, 2))
     saved["optimizer"]["param_groups"][0]["params"] = [0, 1, 2]
     torch.save(saved, tmp_path / "run.pth")

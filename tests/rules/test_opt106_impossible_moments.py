@@ -34,23 +34,23 @@ def findings(saved: Any, path: Path) -> list[Any]:
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.95, 0.9), (0.5, 0.5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("steps", [1, 2, 30])
-def test_those_of_adam_are_no_finding(tmp_path, betas, dtype, steps):
+def test_those_of_adam_are_not_reported(tmp_path, betas, dtype, steps):
     made = trained(lambda parameters: torch.optim.AdamW(parameters, betas=betas, amsgrad=steps == 2), steps, dtype)
     assert findings(made, tmp_path / "run.pth") == []
 
 
 @pytest.mark.parametrize("scale", [1e-24, 1e-20, 1e-16, 1e10])
-def test_squares_that_vanish_are_no_finding(tmp_path, scale):
+def test_squares_that_vanish_are_not_reported(tmp_path, scale):
     assert findings(trained(torch.optim.Adam, scale=scale), tmp_path / "run.pth") == []
 
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Adadelta])
-def test_those_of_other_optimizers_are_no_finding(tmp_path, make):
+def test_those_of_other_optimizers_are_not_reported(tmp_path, make):
     assert findings(trained(make), tmp_path / "run.pth") == []
 
 
 @pytest.mark.parametrize("lacks", ["amsgrad", "betas"])
-def test_averages_of_which_nothing_is_known_are_no_finding(tmp_path, lacks):
+def test_averages_of_which_nothing_is_known_are_not_reported(tmp_path, lacks):
     """SOAP has its squares in other axes, ADOPT averages what it has divided by them."""
     made = trained(torch.optim.AdamW)
     made["optimizer"]["state"][0]["exp_avg"] *= 1e6

@@ -18,7 +18,7 @@ from tests.rules.test_opt101_stale_optimizer import Net, findings, one_group, sa
         (("first", "second"), [], 2),
     ],
 )
-def test_the_optimizer_of_another_state_dict_is_left_alone(tmp_path, names, touched, left):
+def test_the_optimizer_of_another_state_dict_is_left_unchanged(tmp_path, names, touched, left):
     both = Net(), Net()
     made = [torch.optim.AdamW(model.parameters()) for model in both]
     for model, optimizer in zip(both, made, strict=True):

@@ -117,7 +117,7 @@ def test_open_clip_stretches_shorter_texts_too_and_others_cut_them():
     assert of_others.remedies[0].options == (("adapt", ("pos_embed=cut",)),)
 
 
-def test_a_short_text_is_not_taken_for_the_patches_beside_it():
+def test_a_short_text_is_not_taken_for_the_patches_next_to_it():
     """64 positions could be the 49 patches and 15 tokens."""
     file, model = open_clip(224), open_clip(224, 64)
     (finding,) = propose(shape_mismatch, file.state_dict(), model, adapt=("pos_embed=cut",))
@@ -331,7 +331,7 @@ def test_tables_of_distances_are_never_cut():
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5])
 @pytest.mark.parametrize("is_known", [True, False], ids=["both", "the file only"])
-def test_grids_of_the_configurations_beside_the_files(is_known, tokens, tmp_path):
+def test_grids_of_the_configurations_next_to_the_files(is_known, tokens, tmp_path):
     """The tokens have no parameters of their own here; a configuration that is for another grid is not taken."""
     from timm.layers import resample_abs_pos_embed
 

@@ -61,6 +61,6 @@ def test_a_large_model_is_not_built_to_judge_a_file(rule, change):
     assert [finding.keys for finding in propose(rule, broken(change), target)] == [("1.weight",)]
 
 
-def test_values_that_were_asked_for_are_not_left_out_in_silence():
+def test_values_that_were_asked_for_are_not_left_out_silently():
     with pytest.raises(TargetError, match="meta device"):
         propose(all_zero, broken(torch.zeros_like), without_values(), fill="target", replace=("VAL202",))

@@ -141,7 +141,7 @@ BROKEN = {"bn.running_mean": torch.zeros(2), "bn.running_var": torch.tensor([1.0
 BROKEN["fc.weight"][1, 2] = INF
 
 
-def test_nothing_is_changed_unasked():
+def test_nothing_is_changed_unless_asked():
     (finding,) = propose(non_finite, BROKEN)
     assert finding.fix is None
     assert "--zero-non-finite" in remedies_text(finding.remedies)
@@ -166,7 +166,7 @@ def test_zeros_are_the_last_resort_and_leave_all_other_values():
     assert [edit.kind for edit in report.edits] == ["zero"]
 
 
-def test_zero_is_no_variance():
+def test_zero_is_not_a_variance():
     repaired, report = ckptfix.repair_state_dict(BROKEN, select=("VAL101",), zero_non_finite=True)
     assert [finding.keys for finding in report.remaining] == [("bn.running_var",)]
     assert repaired["bn.running_var"].isnan().any()
@@ -228,7 +228,7 @@ MASK = torch.tensor([0.0, float("-inf")])
         pytest.param({"run": {"opt": OPTIMIZER, "mean": [BAD]}}, {}, Level.NOTE, id="a part with an optimizer in it"),
     ],
 )
-def test_what_lies_beside_the_weights(tmp_path, beside, settings, level):
+def test_what_lies_next_to_the_weights(tmp_path, beside, settings, level):
     torch.save({"model": {"weight": torch.ones(2), "bias": torch.ones(2)}, **beside}, tmp_path / "file.pth")
     report = ckptfix.check(tmp_path / "file.pth", select=("VAL101",), **settings)
     assert [finding.level for finding in report.findings] == ([] if level is None else [level])

@@ -127,7 +127,7 @@ def test_a_counter_has_the_dtype_of_the_target_and_no_other(tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "is_said"), [("float16", True), ("bfloat16", False), ("float32", False)])
-def test_what_transformers_loads_as_float32_is_said(dtype, is_said):
+def test_what_transformers_loads_as_float32_is_reported(dtype, is_said):
     """It has the rounded values all the same, as a load of the file as it was would not."""
     from transformers import T5Config, T5EncoderModel
 

@@ -88,7 +88,7 @@ def test_healthy_models_are_quiet():
         pytest.param({}, id="nothing"),
     ],
 )
-def test_what_is_no_decay_is_quiet(state):
+def test_what_is_not_decay_is_quiet(state):
     assert propose(decayed, state) == []
 
 
@@ -240,7 +240,7 @@ def test_it_is_replaced_where_that_was_asked_for():
 
 
 @pytest.mark.parametrize("key", ["grid.params", "mixer.dynamic_alpha", "cell.igate_kernels"])
-def test_what_is_no_layers_weight_may_have_started_tiny(key):
+def test_a_weight_that_is_not_a_layers_may_have_started_tiny(key):
     state = {**nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).state_dict(), key: 1e-6 * torch.randn(64, 64)}
     assert not [finding for finding in propose(decayed, state) if finding.level > Level.NOTE]
 
@@ -410,7 +410,7 @@ def test_the_decay_that_adam_adds_to_its_gradients_acquits_nothing(tmp_path, for
 
 
 @pytest.mark.parametrize(("steps", "level"), [(40, "NOTE"), (80, "WARNING")])
-def test_what_got_no_gradient_is_told_by_what_is_left(tmp_path, steps, level):
+def test_what_got_no_gradient_is_recognised_by_what_is_left(tmp_path, steps, level):
     (finding,) = propose(decayed, save(tmp_path / "t.pth", steps=steps))
     assert (finding.level.name, set(finding.keys)) == (level, {"conv3.weight", "spare.weight"})
     assert finding.evidence["tensors"]["spare.weight"]["prediction_agrees"] is True

@@ -187,7 +187,7 @@ def test_a_norm_whose_weight_is_zero_is_noted():
     assert (finding.level, finding.keys) == (Level.NOTE, ("norm.weight",))
 
 
-def test_an_adapter_alone_is_no_file_of_zeros():
+def test_an_adapter_alone_is_not_a_file_of_zeros():
     state = {f"base_model.model.layers.{index}.q_proj.boft_R": torch.zeros(8, 8) for index in range(4)}
     assert propose(all_zero, state) == []
     full = {f"base_model.model.{index}.lora_{side}.weight": torch.zeros(8, 8) for index in range(4) for side in "AB"}

@@ -81,7 +81,7 @@ def test_channels_of_next_to_nothing_are_noted(dtype, shape):
     assert finding.evidence["tensors"]["conv.weight"]["channels"] == [2, 7]
 
 
-def test_a_single_row_of_next_to_nothing_is_no_padding():
+def test_a_single_row_of_next_to_nothing_is_not_padding():
     weight = torch.randn(16, 64)
     weight[5] = 0
     assert propose(dead_channels, {"fc.weight": weight}) == []

@@ -55,7 +55,7 @@ def test_codes_without_their_scale(dtype):
 
 
 @pytest.mark.parametrize("beside", ["fc.scale", "fc.SCB", "fc.weight_scale_inv", "act_scaling_factor", "fc.a"])
-def test_noop_codes_beside_their_scale(beside):
+def test_noop_codes_next_to_their_scale(beside):
     codes = (40 * torch.randn(64, 64)).round().clamp(-127, 127).to(torch.int8)
     assert propose(misread_dtype, {KEY: codes, beside: torch.rand(64)}) == []
 

@@ -53,7 +53,7 @@ def test_noop(tmp_path, raw, averaged):
     ],
     ids=["nan", "zeros", "negative-variance", "remains"],
 )
-def test_the_broken_one_is_told(tmp_path, broken):
+def test_the_broken_one_is_reported(tmp_path, broken):
     (finding,) = checked(tmp_path, broken, state()).findings
     assert finding.level is Level.ERROR
     assert finding.message == "1 key broken here and intact in state_dict_ema"

@@ -48,14 +48,14 @@ def test_noise_that_a_sound_model_rejects_is_replaced(
     assert outcome.notes == (f"normal random numbers {went_wrong}; numbers from 0 to 1 worked",)
 
 
-def test_a_trained_model_that_rejects_all_noise_is_no_defect(save: Save) -> None:
+def test_a_trained_model_that_rejects_all_noise_is_not_a_defect(save: Save) -> None:
     outcome = run(save, "Detector", changes=threshold(3.0))
     assert outcome.failure is None
     assert outcome.undecided.startswith(f"{NO_FIT} (float32[2, 3, 64, 64] gave ValueError: there is no object")
     assert outcome.undecided.endswith(CONTRAST)
 
 
-def test_minus_infinity_by_design_is_no_defect(save: Save) -> None:
+def test_minus_infinity_by_design_is_not_a_defect(save: Save) -> None:
     outcome = run(save, "Masks", IMAGES)
     assert outcome.is_good
     assert "comes from the model" in outcome.notes[-1]

@@ -74,7 +74,7 @@ def test_a_broken_device_that_was_asked_for_is_an_error() -> None:
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is such a device")
-def test_only_the_first_sentence_of_a_long_message_is_told() -> None:
+def test_only_the_first_sentence_of_a_long_message_is_reported() -> None:
     with pytest.raises(DeviceError) as error:
         choose_device("mps")
     assert "MPS" in str(error.value)
@@ -103,7 +103,7 @@ def test_the_inputs_dtype_is_the_first_parameters(model: nn.Module, dtype: torch
     assert place(model, CPU) == (dtype, ())
 
 
-def test_half_becomes_float32_on_the_cpu_and_that_is_said() -> None:
+def test_half_becomes_float32_on_the_cpu_and_that_is_reported() -> None:
     model = nn.BatchNorm1d(2).half()
     dtype, notes = place(model, CPU)
     assert dtype == torch.float32

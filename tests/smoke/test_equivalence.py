@@ -246,7 +246,7 @@ class Codebook(nn.Module):
         return last(hidden + (-torch.cdist(hidden, table)).softmax(-1) @ table)
 
 
-def test_buffers_are_told_apart_like_weights():
+def test_buffers_are_distinguished_like_weights():
     """Both begin with the same values, and the target has them in the other order."""
     source = Codebook(("enc", "dec", "embed", "embed_avg"))
     target = Codebook(("encoder", "decoder", "codebook", "ema_w"), False)
@@ -299,7 +299,7 @@ def test_what_differs_elsewhere_is_refuted(ours, theirs):
     assert finding.fix is None
 
 
-def test_other_epsilons_are_said_with_what_they_change():
+def test_other_epsilons_are_reported_with_what_they_change():
     encoders = (encoder(), encoder())
     for module in encoders[1].modules():
         if isinstance(module, nn.LayerNorm):

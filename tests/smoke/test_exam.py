@@ -29,7 +29,7 @@ def test_a_sound_file_passes(save: Save) -> None:
     assert outcome.outputs == ("logits: float32[2, 2]",)
 
 
-def test_the_stages_are_told_in_order(save: Save) -> None:
+def test_the_stages_are_reported_in_order(save: Save) -> None:
     told: list[str] = []
     examine(Exam(save(models.Net()), "tests.smoke.models:Net"), lambda stage, so_far: told.append(stage))
     assert told == ["device", "build", "read", "load", "move", "input", "input", "forward"]
@@ -113,13 +113,13 @@ def test_the_innermost_module_and_line_are_named(save: Save) -> None:
     assert "models.py" in failure.traceback
 
 
-def test_a_guess_that_fails_without_the_file_too_is_no_verdict(save: Save) -> None:
+def test_a_guess_that_fails_without_the_file_too_is_not_a_verdict(save: Save) -> None:
     outcome = run(save(models.Refuses()), "Refuses")
     assert outcome.failure is None
     assert outcome.undecided.startswith(f"{NO_FIT} (float32[2, 3, 64, 64] gave ValueError: I never run")
 
 
-def test_no_guess_at_all_is_no_verdict(tmp_path: Path) -> None:
+def test_no_guess_at_all_is_not_a_verdict(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, tmp_path / "w.pth")
     outcome = examine(Exam(str(tmp_path / "w.pth"), "torch.nn:PReLU", {"num_parameters": 3}, device="cpu"))
     assert (outcome.failure, outcome.undecided) == (None, NO_GUESS)
@@ -377,5 +377,5 @@ def test_both_modes_of_one_file(save: Save, changes: dict[str, Tensor], is_good:
     assert outcome.training.gradients is None
 
 
-def test_training_mode_is_not_run_unasked(save: Save) -> None:
+def test_training_mode_is_not_run_unless_asked(save: Save) -> None:
     assert examine(Exam(save(models.Net()), "tests.smoke.models:Net", device="cpu")).training is None

@@ -155,7 +155,7 @@ def test_training_mode(training: ExamOutcome, level: Level, said: str) -> None:
     assert said in finding.message
 
 
-def test_what_is_broken_in_eval_mode_is_told_once() -> None:
+def test_what_is_broken_in_eval_mode_is_reported_once() -> None:
     broken = replace(RAN, non_finite=(NAN,), origin=BROKEN)
     assert only(replace(broken, training=broken)).code == "RUN102"
 
@@ -167,7 +167,7 @@ def test_devices_that_differ() -> None:
     assert finding.message.endswith("cpu: largest difference 3 (rounding explains 0.004), argmax agrees in 50 %")
 
 
-def test_an_odd_input_is_a_note_beside_the_rest() -> None:
+def test_an_odd_input_is_a_note_next_to_the_rest() -> None:
     assert only(replace(RAN, warnings=("x.npy: channel 1",)), Level.NOTE).code == "RUN105"
     both = findings_of(replace(RAN, warnings=("x.npy: channel 1",), non_finite=(NAN,)))
     assert [finding.code for finding in both] == ["RUN105", "RUN102"]

@@ -224,7 +224,7 @@ def test_a_model_without_memory_gets_its_tensors_from_the_load() -> None:
     assert model.weight.requires_grad
 
 
-def test_nan_of_the_file_is_no_proof_against_the_load() -> None:
+def test_nan_of_the_file_is_not_proof_against_the_load() -> None:
     load_strictly(Net(), {**Net().state_dict(), "fc.weight": NAN})
 
 
@@ -304,7 +304,7 @@ def test_a_model_that_minds_its_dtypes_itself_is_left_to_it(save: Save) -> None:
         ),
     ],
 )
-def test_a_second_try_that_helps_is_told(save: Save, factory: str, inputs: str, note: str) -> None:
+def test_a_second_try_that_helps_is_reported(save: Save, factory: str, inputs: str, note: str) -> None:
     outcome = run(save, factory)
     assert outcome.is_good
     assert outcome.inputs == (inputs,)

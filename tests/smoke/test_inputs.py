@@ -112,7 +112,7 @@ def test_an_input_that_is_not_finite_is_refused(given: Tensor, said: str) -> Non
         pytest.param(image(0.0), ["x: channel 1 is constant, while others vary"], id="constant"),
     ],
 )
-def test_a_channel_that_never_varies_is_told(given: Tensor, said: list[str]) -> None:
+def test_a_channel_that_never_varies_is_reported(given: Tensor, said: list[str]) -> None:
     assert odd_channels("x", given) == said
 
 
@@ -155,13 +155,13 @@ def test_a_scale_as_in_training_needs_no_words(model: nn.Module, given: Tensor) 
         pytest.param(image(), image() * -1e4, "times as large as", id="another scale altogether"),
     ],
 )
-def test_another_scale_is_told(seen: Tensor, given: Tensor, said: str) -> None:
+def test_another_scale_is_reported(seen: Tensor, given: Tensor, said: str) -> None:
     warning = said_of(trained_on(seen), given)
     assert said in warning
     assert "bn (BatchNorm2d)" in warning
 
 
-def test_a_given_image_of_bytes_is_told_and_passes(save: Save, tmp_path: Any) -> None:
+def test_a_given_image_of_bytes_is_reported_and_passes(save: Save, tmp_path: Any) -> None:
     import numpy as np
 
     np.save(tmp_path / "x.npy", (image() * 255).to(torch.uint8).numpy())
@@ -286,7 +286,7 @@ def test_files_become_arguments(tmp_path: Path, kind: str, positional: int, name
     assert all(tensor.dtype == torch.float32 for tensor in (*made.args, *made.kwargs.values()))
 
 
-def test_a_float64_array_is_converted_and_that_is_said(tmp_path: Path) -> None:
+def test_a_float64_array_is_converted_and_that_is_reported(tmp_path: Path) -> None:
     made = make(f"x={_file(tmp_path, 'array.npy')}")
     assert torch.equal(made.kwargs["x"], torch.ones(2, 3))
     assert made.notes[0].endswith("float64 was converted to float32 for the model")
@@ -302,7 +302,7 @@ def test_a_float64_array_is_converted_and_that_is_said(tmp_path: Path) -> None:
         pytest.param("", "cut.pt", "cannot be read", id="damage"),
     ],
 )
-def test_a_file_that_is_no_input_is_one_line(tmp_path: Path, name: str, kind: str, said: str) -> None:
+def test_a_file_that_is_not_an_input_is_one_line(tmp_path: Path, name: str, kind: str, said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         make(name + _file(tmp_path, kind))
     assert "\n" not in str(caught.value)

@@ -40,7 +40,7 @@ def assert_ends(pid: int) -> None:
 
 
 @pytest.mark.usefixtures("real_child")
-def test_what_the_model_prints_is_no_answer(
+def test_what_the_model_prints_is_not_an_answer(
     save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ def test_a_time_out_ends_the_child_and_all_that_it_started(
     assert_ends(int((tmp_path / "pid").read_text()))
 
 
-def test_arguments_that_are_no_json_are_refused() -> None:
+def test_arguments_that_are_not_json_are_refused() -> None:
     with pytest.raises(UsageError, match="model_args="):
         launch({"factory_args": {"x": object()}}, 1)
 

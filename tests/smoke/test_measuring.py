@@ -43,7 +43,7 @@ def saved(folder: Path, model: nn.Module, broken: dict[str, float]) -> Path:
     return folder / "broken.pth"
 
 
-def test_a_healthy_file_is_left_alone(tmp_path: Path, trained: nn.Module, data: Path):
+def test_a_healthy_file_is_left_unchanged(tmp_path: Path, trained: nn.Module, data: Path):
     repaired = ckptfix.repair(saved(tmp_path, trained, {}), net(), recalibrate=str(data))
     assert not repaired.plan
 

@@ -121,7 +121,7 @@ def test_a_cast_is_compared_value_by_value(save: Save, tmp_path: Path) -> None:
     assert (seen.differing, seen.tensors) == (8, 9)  # the counter is an integer
 
 
-def test_values_that_are_not_finite_are_no_small_difference(save: Save, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_not_a_small_difference(save: Save, tmp_path: Path) -> None:
     seen = compared(save, tmp_path, net(fc__bias=torch.tensor([torch.nan, 0])))
     assert not seen.is_close
     assert seen.agreement is None

@@ -44,7 +44,7 @@ def test_all_floats_but_the_packed_one_have_an_encoding():
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_elements_are_no_numbers(name):
+def test_packed_elements_are_not_numbers(name):
     assert encoding(name) is None
 
 

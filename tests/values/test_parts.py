@@ -76,14 +76,14 @@ def test_the_number_of_threads_changes_no_bit(file, monkeypatch):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 1 << 18, PART + 100])
-def test_a_file_that_has_become_shorter_is_said_in_one_line(file, cut):
+def test_a_file_that_has_become_shorter_is_reported_in_one_line(file, cut):
     checkpoint = ckptfix.open_checkpoint(file)
     os.truncate(file, cut)
     with pytest.raises(UnreadableError, match="the file ends inside a storage"):
         dict(Statistics(checkpoint).items())
 
 
-def test_a_file_that_shrinks_while_two_threads_look_is_said_once(file, monkeypatch):
+def test_a_file_that_shrinks_while_two_threads_look_is_reported_once(file, monkeypatch):
     true_look, asked = scan.ScanPart.look, count()
 
     def cut_later(part):

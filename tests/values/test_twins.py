@@ -22,7 +22,7 @@ def saved(tmp_path, **sets):
         pytest.param({"conv.weight": STATE["conv.weight"]}, id="a-part-of-it"),
     ],
 )
-def test_other_weights_are_no_twins(tmp_path, other):
+def test_other_weights_are_not_twins(tmp_path, other):
     assert list(twin_sets(saved(tmp_path, state_dict=STATE, other=other))) == []
 
 
@@ -34,7 +34,7 @@ def critic(seed):
 @pytest.mark.parametrize(
     ("one", "other"), [("critic1", "critic2"), ("G_A", "G_B"), ("state_dict", "state_dict_ema")], ids=lambda name: name
 )
-def test_networks_of_one_architecture_are_no_twins(tmp_path, one, other):
+def test_networks_of_one_architecture_are_not_twins(tmp_path, one, other):
     assert list(twin_sets(saved(tmp_path, **{one: critic(0), other: critic(1)}))) == []
 
 
@@ -46,7 +46,7 @@ def test_an_average_is_a_twin_whatever_is_broken_of_it(tmp_path, broken):
     assert [place for place, _ in twin_sets(saved(tmp_path, model=raw, model_ema=averaged))] == ["model_ema"]
 
 
-def test_what_cannot_be_compared_has_the_name_of_an_average_or_is_no_twin(tmp_path):
+def test_what_cannot_be_compared_has_the_name_of_an_average_or_is_not_a_twin(tmp_path):
     other = {key: value.clone() for key, value in STATE.items()}
     assert list(twin_sets(saved(tmp_path, critic=STATE, critic_target=other))) == []
     assert [place for place, _ in twin_sets(saved(tmp_path, model=STATE, ema=other))] == ["ema"]

@@ -121,7 +121,7 @@ def test_the_next_run_removes_what_a_killed_one_left(moment, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../precious", "sub/precious", "{folder}/precious"])
-def test_a_folder_that_somebody_made_up_has_nothing_else_removed(name, tmp_path):
+def test_a_folder_that_someone_made_up_has_nothing_else_removed(name, tmp_path):
     below, made = tmp_path / "below", tmp_path / "below" / ".a.0123456789abcdef.ckptfix-tmp"
     (below / "sub").mkdir(parents=True)
     made.mkdir()
@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_put_in_place_leaves_no_backup(tmp_path, monkeypat
     assert (names(tmp_path), source.read_text()) == (["model.pth"], "old")
 
 
-def test_what_is_no_file_is_never_replaced(tmp_path):
+def test_what_is_not_a_file_is_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for goal in (tmp_path / "pipe", Path(os.devnull)):
         for force in (False, True):

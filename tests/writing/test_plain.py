@@ -151,7 +151,7 @@ def test_an_object_that_holds_itself_is_cut_where_it_comes_again(tmp_path):
     assert got == {"me": "<m.A>"}
 
 
-def test_two_keys_that_become_one_are_no_silent_loss(tmp_path):
+def test_two_keys_that_become_one_are_not_silent_loss(tmp_path):
     with pytest.raises(UnreadableError, match="two keys at x"):
         crafted(tmp_path, x=b"}(" + text("pathlib.PosixPath") + b"N" + name("pathlib.PosixPath") + b"Nu")
 
@@ -279,7 +279,7 @@ def test_a_dict_keyed_by_parameters_is_carried(tmp_path):
     assert got["state_dict"]["a"].data_ptr() == next(iter(got["x"])).data_ptr()
 
 
-def test_objects_of_one_class_as_keys_are_told_apart(tmp_path):
+def test_objects_of_one_class_as_keys_are_distinguished(tmp_path):
     got = written({Key(): 1, Key(): 2}, tmp_path)
     assert sorted(got.values()) == [1, 2]
 

@@ -91,7 +91,7 @@ def test_what_is_converted_is_read_once(tmp_path, monkeypatch):
     assert sum(read) == LARGE_ONE.nbytes
 
 
-def test_an_entry_with_tensors_in_it_is_never_lost_in_silence(tmp_path):
+def test_an_entry_with_tensors_in_it_is_never_lost_silently(tmp_path):
     """Whatever rules were selected."""
     torch.save({"weight": torch.ones(3), "packed": (torch.ones(2), None)}, tmp_path / "model.pth")
     with pytest.raises(WriteError, match="cannot hold packed"):
@@ -136,7 +136,7 @@ WEIGHT, WHOLE = torch.randn(3, 2), torch.arange(6.0)
         pytest.param({"a": WHOLE, "b": WHOLE.view(2, 3)}, ["2 tensors that share memory (a, b)"], id="a view"),
     ],
 )
-def test_what_a_plain_reader_does_not_get_is_said(state_dict, remarks, tmp_path):
+def test_what_a_plain_reader_does_not_get_is_reported(state_dict, remarks, tmp_path):
     for name in ("model.pth", "model.safetensors"):
         said = ckptfix.repair(state_dict, output=tmp_path / name).report.remarks
         assert len(said) == (len(remarks) if name.endswith("safetensors") else 0)

@@ -174,7 +174,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "-5GB", "5XB", "1e3", "5 5GB", "9" * 40])
-def test_what_is_no_size(text: str) -> None:
+def test_what_is_not_a_size(text: str) -> None:
     with pytest.raises(UsageError, match="not a size"):
         ckptfix.repair(state(), shard_size=text)
 

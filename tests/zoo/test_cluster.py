@@ -252,7 +252,7 @@ def test_a_job_is_declared_with_its_memory_and_never_with_more_than_a_node_has(c
     assert room.declared(large) == room.memory > room.declared(small)
 
 
-def test_a_name_that_is_no_text_can_be_sent(cluster, zoo, tmp_path):
+def test_a_name_that_is_not_text_can_be_sent(cluster, zoo, tmp_path):
     (zoo / os.fsdecode(b"\xff.pth")).write_bytes((zoo / "fine.pth").read_bytes())
     jobs: list[Any] = []
 
@@ -285,7 +285,7 @@ def test_a_folder_that_a_node_does_not_have(cluster, zoo, tmp_path):
     assert "and the driver 0.0.0" in str(done.record.error)
 
 
-def test_what_a_killed_attempt_left_on_the_node_is_no_hindrance(zoo, tmp_path):
+def test_what_a_killed_attempt_left_on_the_node_is_not_a_hindrance(zoo, tmp_path):
     from ckptfix.zoo.cluster import perform_on_node
     from ckptfix.zoo.manifest import version
 

@@ -178,7 +178,7 @@ def test_odd_names_and_odd_words(tmp_path, name):
     assert table.treatment_of("other") is table.rest
 
 
-def test_a_name_that_is_no_text(tmp_path):
+def test_a_name_that_is_not_text(tmp_path):
     zoo = tmp_path / "zoo"
     zoo.mkdir()
     name = "caf\udce9.pth"
@@ -201,7 +201,7 @@ def with_classes(name, classes, head):
     }
 
 
-def test_nothing_is_claimed_of_a_net_that_nobody_knows():
+def test_nothing_is_claimed_of_a_net_that_no_one_knows():
     found = architecture(SMALL)
     assert (found.confidence, found.model, found.title) == (Confidence.UNKNOWN, None, "unknown")
     assert architecture({}).confidence is Confidence.UNKNOWN
@@ -339,7 +339,7 @@ def test_a_text_comes_back(text):
     assert tomllib.loads(f"a = {quoted(text)}") == {"a": text}
 
 
-def test_bytes_that_are_no_text_become_any_character():
+def test_bytes_that_are_not_text_become_any_character():
     assert quoted("a\udcffb") == '"a?b"'
 
 

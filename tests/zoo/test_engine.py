@@ -148,7 +148,7 @@ def test_a_worker_dies_with_its_driver():
     assert int(printed) != os.getpid()
 
 
-def test_how_it_ended_is_told(tmp_path):
+def test_how_it_ended_is_reported(tmp_path):
     for number, told in ((signal.SIGKILL, "memory"), (signal.SIGSEGV, "crashed with SIGSEGV")):
         worker = Worker(tmp_path, 1)
         worker.process.send_signal(number)
@@ -157,7 +157,7 @@ def test_how_it_ended_is_told(tmp_path):
         worker.kill()
 
 
-def test_the_last_words_of_one_that_leaves_are_told(tmp_path):
+def test_the_last_words_of_one_that_leaves_are_reported(tmp_path):
     worker = Worker(tmp_path, 1)
     worker.give(cast(Job, Leaving()))
     assert worker.take() is None
@@ -177,7 +177,7 @@ def test_its_temporary_files_go_with_the_scratch_folder(tmp_path, monkeypatch, r
     assert f"TMPDIR={tmp_path}/scratch".encode() in environ.split(b"\0")
 
 
-def test_noop_a_job_within_the_budget_is_left_alone(tmp_path, monkeypatch):
+def test_noop_a_job_within_the_budget_is_left_unchanged(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "TICK", 0.0)
     monkeypatch.setattr(local, "memory_of", lambda pid: 1 << 20)
     done = run(tmp_path, jobs_for(tmp_path, 4), budget=Budget(1 << 30))
@@ -201,7 +201,7 @@ def test_jobs_larger_than_any_pipe_go_through(tmp_path):
     assert {each.record.outcome for each in run(tmp_path, long, workers=1).values()} == {Outcome.FINE}
 
 
-def test_noop_models_that_are_there_are_left_alone():
+def test_noop_models_that_are_there_are_left_unchanged():
     check_models({})
     check_models({"tests.zoo.factories:linear": "[[files]] 1 (a)"})
 

@@ -78,7 +78,7 @@ def test_several_are_fetched_at_the_same_time_and_come_in_their_order(tmp_path: 
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_copies_take_no_more_room_than_they_may_but_for_one_alone(tmp_path: Path):
+def test_copies_take_no_more_room_than_they_may_except_for_one_alone(tmp_path: Path):
     place, scratch = far(), tmp_path / "scratch"
     there = [
         sorted(path.name for path in scratch.glob("*/*"))

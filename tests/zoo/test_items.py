@@ -36,7 +36,7 @@ def test_an_empty_zoo(tmp_path: Path):
     assert list_zoo(LocalPlace(str(tmp_path))) == []
 
 
-def test_files_are_told_by_name_or_by_bytes(tmp_path: Path):
+def test_files_are_recognised_by_name_or_by_bytes(tmp_path: Path):
     place = fill(
         tmp_path,
         {
@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_read_has_a_fault(tmp_path: Path, monkeypatch: pyt
     }
 
 
-def test_shards_whose_index_cannot_be_read_are_no_other_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_shards_whose_index_cannot_be_read_are_not_another_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     alone = {"llm/ema-00001-of-00001.safetensors": weights()}
     place = fill(tmp_path, {**SHARDED, **alone})
     whole = the_folder(place)
@@ -246,7 +246,7 @@ def test_an_index_of_another_name_and_what_is_none(tmp_path: Path):
     assert set(kinds(place).values()) == {OTHER}
 
 
-def test_the_files_of_an_optimizer_with_an_index_are_no_checkpoints(tmp_path: Path):
+def test_the_files_of_an_optimizer_with_an_index_are_not_checkpoints(tmp_path: Path):
     """As those of ColossalAI."""
     file, groups = "pytorch_optim-00001.bin", "pytorch_optim_group.bin"
     described = {"metadata": {"param_groups": groups, "total_size": 8}, "weight_map": {"0": file}}
@@ -292,7 +292,7 @@ def test_numbered_shards_without_an_index_are_their_folder(tmp_path: Path):
     assert list(open_file(str(tmp_path / the_folder(place).name)).entries) == ["a", "b"]
 
 
-def test_numbered_files_of_a_data_set_are_no_checkpoint(tmp_path: Path):
+def test_numbered_files_of_a_data_set_are_not_a_checkpoint(tmp_path: Path):
     place = fill(tmp_path, {f"train-0000{n}-of-00003.parquet": b"PAR1 rows" for n in range(3)})
     assert set(kinds(place).values()) == {OTHER}
 
@@ -322,7 +322,7 @@ def test_a_model_and_its_optimizer_saved_apart_are_one_checkpoint(tmp_path: Path
     assert len(parts(the_folder(place))) == 2 * len(list(dcp.iterdir()))
 
 
-def test_a_hidden_file_called_metadata_is_no_checkpoint(tmp_path: Path):
+def test_a_hidden_file_called_metadata_is_not_a_checkpoint(tmp_path: Path):
     assert kinds(fill(tmp_path, {"a/.metadata": b"of another program"})) == {"a/.metadata": OTHER}
 
 

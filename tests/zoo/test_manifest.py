@@ -113,7 +113,7 @@ def test_what_a_later_run_needs_is_known(tmp_path):
     ],
     ids=str,
 )
-def test_a_line_that_is_none_is_an_error_and_no_bug(damage, tmp_path):
+def test_an_invalid_line_is_an_error_and_not_a_bug(damage, tmp_path):
     with pytest.raises(UsageError, match="not valid"):
         list(read_manifest(written(tmp_path, damage)))
 

@@ -380,7 +380,7 @@ def test_a_name_that_is_not_there_is_refused_and_makes_nothing(zoo, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_an_optimizer_beside_a_model_follows_it(tmp_path):
+def test_an_optimizer_next_to_a_model_follows_it(tmp_path):
     """What the Hugging Face Trainer and accelerate save is one checkpoint, in each folder of a run."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
     reference = tmp_path / "reference.pth"
@@ -413,7 +413,7 @@ def test_an_optimizer_beside_a_model_follows_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "lr_scheduler", "recipe_state.pt"])
-def test_what_a_trainer_saves_without_weights_is_no_checkpoint_unless_it_is_damaged(tmp_path, name):
+def test_what_a_trainer_saves_without_weights_is_not_a_checkpoint_unless_it_is_damaged(tmp_path, name):
     for folder in ("whole", "torn", "armed"):
         (tmp_path / "old" / folder).mkdir(parents=True)
         torch.save({"last_epoch": 3, "_step_count": 4}, tmp_path / "old" / folder / name)

@@ -156,7 +156,7 @@ def test_the_content_proves_a_hash_wherever_it_stands(name: str, digest: str):
     assert wrong_hash(old, content) is None
 
 
-def test_a_right_hash_is_no_finding():
+def test_a_right_hash_is_not_reported():
     assert wrong_hash("resnet50-19c8e357.pth", OLD) is None
 
 

@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_listed_has_a_fault(tmp_path: Path, monkeypatch:
     assert walked(place) == [("closed", "the folder cannot be listed: Permission denied"), ("open.pth", None)]
 
 
-def test_sockets_and_pipes_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sockets_and_pipes_are_not_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     place = fill(tmp_path, "model.pth")
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)  # the path of a socket has 108 bytes at most
@@ -311,7 +311,7 @@ def test_what_was_imported_is_known(monkeypatch: pytest.MonkeyPatch):
     assert module.HttpError in failures()
 
 
-def test_lacking_credentials_are_no_passing_trouble():
+def test_lacking_credentials_are_not_a_temporary_error():
     error = type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
     assert final_kind(error) is not None
     assert str(explained(error, "s3://zoo", "listed")) == (

@@ -102,7 +102,7 @@ def test_what_an_earlier_run_means(before, sizes, what):
     assert told == what
 
 
-def test_what_stands_is_told_before_the_first_job():
+def test_what_is_done_already_is_reported_before_the_first_job():
     items, heard = [item("new.pth", 9), item("a.pth")], []
     plan = MigrationPlan(items, {"a.pth": known(Outcome.FINE)}, plain_table(), "/old", "/new")
     todo = plan.todo(None, {"a.pth": 7}.get, lambda one, before: heard.append(one.name))

@@ -132,7 +132,7 @@ def test_a_place_travels_to_another_process(place: Place):
     assert open_place(place.name) == place
 
 
-def test_a_folder_is_no_file(place: Place, file: Path):
+def test_a_folder_is_not_a_file(place: Place, file: Path):
     place.put(file, "folder/model.pth")
     assert place.entry("folder") is None
 
@@ -143,7 +143,7 @@ def test_temporary_files_are_not_listed(place: Place, file: Path):
     assert names(place) == ["a/model.pth"]
 
 
-def test_keys_that_are_no_paths_have_a_fault(bucket: S3):
+def test_keys_that_are_not_paths_have_a_fault(bucket: S3):
     import s3fs
 
     _, url = bucket

@@ -59,7 +59,7 @@ def test_the_first_seconds_foretell_nothing(clock):
     assert run(summary, clock, [MB], 0.5) == pytest.approx([45.0])
 
 
-def test_a_small_share_foretells_nothing_but_for_a_very_long_run(clock):
+def test_a_small_share_foretells_nothing_except_for_a_very_long_run(clock):
     summary = Summary(files=1000, bytes=1000 * MB, began=0.0)
     assert run(summary, clock, [MB] * 5, 10.0) == [None] * 5
     assert run(summary, clock, [MB], 10.0) == pytest.approx([9940.0])

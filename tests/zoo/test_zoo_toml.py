@@ -193,7 +193,7 @@ def test_a_table_that_is_not_there(tmp_path):
         read_table(tmp_path / "zoo.toml")
 
 
-def test_tables_that_match_nothing_are_told(tmp_path):
+def test_tables_that_match_nothing_are_reported(tmp_path):
     text = "".join(f"[[files]]\nmatch = '{pattern}'\n" for pattern in ("*.pth", "a.pth", "b.bin"))
     assert table_of(tmp_path, text).idle(["a.pth"]) == [
         f"{tmp_path / 'zoo.toml'}: [[files]] {number} ({name}) matches no file, or only files that an earlier table"
@@ -297,7 +297,7 @@ def test_the_models_of_a_table_come_with_the_first_place_that_names_them(tmp_pat
     assert plain_table().models() == {}
 
 
-def test_a_map_is_read_beside_the_source_if_it_is_a_file(tmp_path):
+def test_a_map_is_read_next_to_the_source_if_it_is_a_file(tmp_path):
     """Edited after a run, it made no file be done again. One that ships with ckptfix changes with its version."""
     (tmp_path / "map.json").write_text('{"ckptfix-map": 1, "rules": [{"from": "a.*", "to": "b.*"}]}')
     own = '[[files]]\nmatch = "a"\nrename-map = "map.json"\n'

@@ -52,14 +52,14 @@ def members() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
 @pytest.mark.parametrize("folders", [True, False])
-def test_what_torch_reads_is_no_finding(file: Path, method: int, folders: bool) -> None:
+def test_what_torch_reads_is_not_reported(file: Path, method: int, folders: bool) -> None:
     first = {"archive/": b"", "archive/data/": b""} if folders else {}
     file.write_bytes(zipped({**first, **members()}, method))
     assert_same(torch.load(file), WEIGHTS)
     assert not defects(file)
 
 
-def test_a_comment_and_zip64_records_are_no_finding(file: Path) -> None:
+def test_a_comment_and_zip64_records_are_not_reported(file: Path) -> None:
     buffer = io.BytesIO(saved(WEIGHTS))
     with zipfile.ZipFile(buffer, "a") as archive:
         archive.comment = b"weights"
@@ -199,13 +199,13 @@ def test_a_word_that_torch_does_not_take(file: Path, member: str, word: bytes, s
 @pytest.mark.parametrize(
     ("member", "word"), [("version", b" +10\n"), ("version", b"3 x"), (".storage_alignment", b"9")]
 )
-def test_a_word_that_torch_takes_is_no_finding(file: Path, member: str, word: bytes) -> None:
+def test_a_word_that_torch_takes_is_not_reported(file: Path, member: str, word: bytes) -> None:
     file.write_bytes(zipped({**members(), f"archive/{member}": word}))
     assert_same(torch.load(file), WEIGHTS)
     assert not defects(file)
 
 
-def test_bytes_behind_the_archive_are_a_note(file: Path) -> None:
+def test_bytes_after_the_archive_are_a_note(file: Path) -> None:
     file.write_bytes(saved(WEIGHTS) + b"</html>")
     assert_same(torch.load(file), WEIGHTS)
     report = ckptfix.check(file)
@@ -223,7 +223,7 @@ def test_a_damaged_order_of_bytes_is_damage_and_keeps_the_numbers(file: Path, wo
     assert_same(dict(ckptfix.open_checkpoint(file, salvage=True).state_dict()), WEIGHTS)
 
 
-def test_a_damaged_word_for_big_is_told_by_its_length(file: Path) -> None:
+def test_a_damaged_word_for_big_is_recognised_by_its_length(file: Path) -> None:
     turned = {
         name: b"".join(data[at : at + 4][::-1] for at in range(0, len(data), 4)) if "/data/" in name else data
         for name, data in members().items()

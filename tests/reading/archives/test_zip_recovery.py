@@ -58,7 +58,7 @@ def salvaged(file: Path, data: bytes) -> ckptfix.Checkpoint:
 
 
 @pytest.mark.parametrize("field", HARMLESS)
-def test_what_the_header_says_beside_the_directory_is_no_damage(file: Path, field: str) -> None:
+def test_what_the_header_says_next_to_the_directory_is_not_damage(file: Path, field: str) -> None:
     """torch reads none of it."""
     data = saved()
     assert not salvaged(file, flipped(data, header(data) + HARMLESS[field])).damage
@@ -134,14 +134,14 @@ def test_no_bit_of_the_end_record_costs_a_tensor(file: Path, place: int) -> None
     salvaged(file, flipped(data, len(data) - 22 + place))
 
 
-def test_wrong_bytes_are_no_damage_of_the_directory(file: Path) -> None:
+def test_wrong_bytes_are_not_damage_of_the_directory(file: Path) -> None:
     data = saved()
     start = data.index(WEIGHTS["layer1.weight"].numpy().tobytes())
     file.write_bytes(flipped(data, start + 5))
     assert [finding.code for finding in ckptfix.check(file).findings if finding.code.startswith("FIL2")] == ["FIL201"]
 
 
-def test_wrong_bytes_beside_a_damaged_entry_prove_nothing(file: Path) -> None:
+def test_wrong_bytes_next_to_a_damaged_entry_prove_nothing(file: Path) -> None:
     data = saved()
     start = data.index(WEIGHTS["layer1.weight"].numpy().tobytes())
     file.write_bytes(flipped(flipped(data, start + 5), entry(data) + 16))

@@ -35,7 +35,7 @@ def loads(file: Path) -> bool:
 
 
 @pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "none"])
-def test_a_header_with_another_name_is_no_damage(file: Path, checksums: bool) -> None:
+def test_a_header_with_another_name_is_not_damage(file: Path, checksums: bool) -> None:
     """torch only reads the name in the directory. The other member has its own header."""
     archive = Zip(saved(WEIGHTS, checksums))
     archive.data[archive.headers[FIRST] + 43] = ord("2")
@@ -79,7 +79,7 @@ def test_what_is_found_nowhere_is_lost_and_no_other_member_takes_its_place(file:
     assert_same(dict(checkpoint.state_dict()), {key: WEIGHTS[key] for key in WEIGHTS if key != "layer1.weight"})
 
 
-def test_the_places_of_two_members_are_told_apart_by_their_checksums(file: Path) -> None:
+def test_the_places_of_two_members_are_distinguished_by_their_checksums(file: Path) -> None:
     archive = Zip(saved(WEIGHTS))
     archive.swap(archive.entries[FIRST] + 42, archive.entries[SECOND] + 42, 4)
     assert not loads(write(file, archive))
@@ -119,7 +119,7 @@ def test_bytes_of_whole_members_that_are_gone_cost_these_members(file: Path) -> 
     assert_same(dict(checkpoint.state_dict()), {key: weights[key] for key in weights if key not in checkpoint.lost})
 
 
-def test_a_header_with_the_data_of_another_member_behind_it_is_no_whole_member(file: Path) -> None:
+def test_a_header_with_the_data_of_another_member_after_it_is_not_a_whole_member(file: Path) -> None:
     archive = Zip(saved(WEIGHTS))
     archive.put(archive.entries["archive/data.pkl"], CENTRAL["name length"], 999)  # the directory is lost
     del archive.data[archive.starts[FIRST] : archive.starts["archive/data/3"]]

@@ -32,7 +32,7 @@ def test_a_cut_in_the_descriptor_costs_nothing(file: Path, behind: int) -> None:
 
 
 @pytest.mark.parametrize("gone", [1, 8, 64])
-def test_bytes_that_are_missing_inside_show_behind_the_storage(file: Path, gone: int) -> None:
+def test_bytes_that_are_missing_inside_show_after_the_storage(file: Path, gone: int) -> None:
     archive = Zip(saved(WEIGHTS))
     start, end = archive.starts[LAST], archive.starts[LAST] + archive.sizes[LAST]
     data = archive.data[: start + 20] + archive.data[start + 20 + gone : end + 16] + bytes(range(1, 100))

@@ -118,7 +118,7 @@ def test_noop_a_file_whose_name_only_ends_so_is_opened_by_itself(saved):
 
 
 @pytest.mark.parametrize("name", ["meta.pt", "common.pt"])
-def test_what_lightning_and_megatron_save_beside_the_chunks_is_in_the_container(saved: Path, name: str) -> None:
+def test_what_lightning_and_megatron_save_next_to_the_chunks_is_in_the_container(saved: Path, name: str) -> None:
     torch.save({"global_step": 7, "epoch": 99, "rng": torch.arange(3)}, saved / name)
     ckptfix.repair(saved, output=saved.parent / "one.pth")
     one = torch.load(saved.parent / "one.pth")
@@ -324,7 +324,7 @@ def test_damage_costs_the_tensors_that_it_touches(tmp_path: Path, spoil: Any, sa
     assert lost.shape == (4, 3)
 
 
-def test_a_part_that_is_cut_short_costs_what_lies_behind_the_cut(saved: Path, tmp_path: Path) -> None:
+def test_a_part_that_is_cut_short_costs_what_lies_after_the_cut(saved: Path, tmp_path: Path) -> None:
     """A file written by torch, truncated at every position: all tensors before the cut are intact, none after it."""
     (path,) = saved.glob("*.distcp")
     data = path.read_bytes()

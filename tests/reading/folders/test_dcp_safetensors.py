@@ -106,7 +106,7 @@ def test_shards_without_a_whole_tensor(shards: tuple[Path, Path], tmp_path: Path
         ckptfix.open_checkpoint(tmp_path, salvage=True)
 
 
-def test_tensors_may_go_on_in_a_last_shard_that_cannot_be_read(shards: tuple[Path, Path], tmp_path: Path) -> None:
+def test_tensors_may_continue_in_a_last_shard_that_cannot_be_read(shards: tuple[Path, Path], tmp_path: Path) -> None:
     shards[1].write_bytes(b"not a shard")
     report = ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "one.safetensors").report
     assert any(shards[0].name in finding.message for finding in report.findings)

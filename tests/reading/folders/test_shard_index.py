@@ -26,7 +26,7 @@ def content_of(data: bytes) -> Content:
         pytest.param(b'\xef\xbb\xbf{\n "metadata": {},\n "weight_map": {}}', True, id="byte-order-mark-and-indent"),
     ],
 )
-def test_is_told_by_its_bytes(data: bytes, expected: bool) -> None:
+def test_is_recognised_by_its_bytes(data: bytes, expected: bool) -> None:
     assert is_index(content_of(data)) is expected
 
 
@@ -38,7 +38,7 @@ def test_index_keeps_order_and_total() -> None:
 
 
 @pytest.mark.parametrize("total", [None, -1, "12", True, 1.5], ids=str)
-def test_a_total_that_is_no_size_is_none(total: Any) -> None:
+def test_a_total_that_is_not_a_size_is_none(total: Any) -> None:
     given = {"metadata": {"total_size": total}, "weight_map": {"a": "1.bin"}}
     assert parse_index(content_of(json.dumps(given).encode())).total_size is None
 
@@ -93,7 +93,7 @@ def test_links(tmp_path: Path) -> None:
         file_inside(folder, "out.bin", index)
 
 
-def test_a_loop_of_links_is_refused_or_is_no_file(tmp_path: Path) -> None:
+def test_a_loop_of_links_is_refused_or_is_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "loop.bin").symlink_to("loop.bin")
     # What Python says of a loop differs between its versions.
     with contextlib.suppress(HostileError):

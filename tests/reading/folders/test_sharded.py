@@ -148,7 +148,7 @@ def doubled_key(folder: Path, index: dict[str, Any], dtype: torch.dtype = torch.
         (doubled_key, "has head.steps in two shards with different values", STATE, []),
     ],
 )
-def test_what_does_not_agree_is_said_and_the_rest_salvaged(
+def test_what_does_not_agree_is_reported_and_the_rest_salvaged(
     tmp_path: Path, spoil: Callable[[Path, dict[str, Any]], None], said: str, kept: Any, lost: Any
 ) -> None:
     index = write(tmp_path)
@@ -267,7 +267,7 @@ def test_the_index_says_how_much_is_missing(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(tmp_path)
 
 
-def test_how_much_is_missing_is_not_known_beside_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
+def test_how_much_is_missing_is_not_known_next_to_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
     index = write(tmp_path)
     stale_entry(tmp_path, index)
     truncated(tmp_path, index)
@@ -435,7 +435,7 @@ def test_a_flat_index_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["shards", "another file"])
-def test_a_stale_index_beside_complete_shards_is_passed_over(tmp_path: Path, others: int) -> None:
+def test_a_stale_index_next_to_complete_shards_is_passed_over(tmp_path: Path, others: int) -> None:
     index = write(tmp_path)
     index["weight_map"] = {f"old.{key}": f"model-{n:05}-of-00003.safetensors" for n, key in enumerate(STATE, others)}
     write_index(tmp_path, index)
@@ -446,7 +446,7 @@ def test_a_stale_index_beside_complete_shards_is_passed_over(tmp_path: Path, oth
     assert_same(checkpoint.state_dict(), STATE)
 
 
-def test_a_stale_index_of_the_same_keys_is_no_damage(tmp_path: Path) -> None:
+def test_a_stale_index_of_the_same_keys_is_not_damage(tmp_path: Path) -> None:
     """Sharded again, with the old index beside: every key is there."""
     index = write(tmp_path)
     write_index(tmp_path, index | {"weight_map": dict.fromkeys(STATE, "model-00001-of-00003.safetensors")})
@@ -458,7 +458,7 @@ def test_a_stale_index_of_the_same_keys_is_no_damage(tmp_path: Path) -> None:
     assert "FIL203" not in {finding.code for finding in ckptfix.check(tmp_path / "whole.safetensors").findings}
 
 
-def test_an_index_is_kept_to_if_one_of_its_shards_is_there_or_one_beside_it_is_not(tmp_path: Path) -> None:
+def test_an_index_is_kept_to_if_one_of_its_shards_is_there_or_one_next_to_it_is_not(tmp_path: Path) -> None:
     index = write(tmp_path)
     index["weight_map"]["head.steps"] = "model-00001-of-00003.safetensors"
     write_index(tmp_path, index)
@@ -470,7 +470,7 @@ def test_an_index_is_kept_to_if_one_of_its_shards_is_there_or_one_beside_it_is_n
         ckptfix.open_checkpoint(tmp_path, salvage=True)
 
 
-def test_any_number_of_missing_shards_is_told_in_bounded_time(tmp_path: Path) -> None:
+def test_any_number_of_missing_shards_is_reported_in_bounded_time(tmp_path: Path) -> None:
     names = [f"model-{number:05}-of-20000.safetensors" for number in range(1, 20_001)]
     save_file({"k0": torch.ones(2)}, tmp_path / names[0])
     write_index(tmp_path, {"weight_map": {f"k{number}": name for number, name in enumerate(names)}})

@@ -49,7 +49,7 @@ NOISE = random.Random(3).randbytes(1 << 16)
         pytest.param(b"\xff\xd8\xff" + bytes(range(60)), id="three bytes of a JPEG image"),
     ],
 )
-def test_what_may_be_a_checkpoint_is_no_stranger(content: bytes) -> None:
+def test_what_may_be_a_checkpoint_is_not_a_foreign_file(content: bytes) -> None:
     assert name_foreign_file(Content("f", content)) is None
 
 
@@ -102,7 +102,7 @@ def test_signatures_lead_to_one_answer_each() -> None:
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_a_stranger_is_named_with_the_remedy(content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_foreign_file_is_named_with_the_remedy(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "file.pth"
     path.write_bytes(content)
     with pytest.raises(UnreadableError, match=message) as caught:
@@ -112,7 +112,7 @@ def test_a_stranger_is_named_with_the_remedy(content: bytes, message: str, tmp_p
 
 
 @pytest.mark.parametrize("content", [b"\0", b"abc", b"\xff" * 100], ids=["a zero", "text", "ones"])
-def test_what_nobody_knows_is_shown_by_its_first_bytes(content: bytes, tmp_path: Path) -> None:
+def test_what_no_one_knows_is_shown_by_its_first_bytes(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "file.pth"
     path.write_bytes(content)
     with pytest.raises(UnreadableError, match=str(path)):
@@ -168,7 +168,7 @@ def _socket(path: Path) -> None:
     ],
     ids=["nothing", "a link to nothing", "a pipe", "a socket", "an empty file"],
 )
-def test_what_is_no_file_is_said(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+def test_what_is_not_a_file_is_reported(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     make(path)
     with pytest.raises(UnreadableError, match=message):

@@ -21,7 +21,7 @@ STATE = {
         pytest.param({"optimizer": torch.optim.Adam([torch.ones(2)]), "net": torch.nn.Linear(2, 2)}, id="object"),
     ],
 )
-def test_weights_beside_an_optimizer_are_found(value, tmp_path):
+def test_weights_next_to_an_optimizer_are_found(value, tmp_path):
     assert opened(saved(value, tmp_path)).keys()[0].endswith("weight")
 
 
@@ -98,7 +98,7 @@ RANDOM = {"python": random.getstate(), "numpy": np.random.RandomState(0).get_sta
     [torch.get_rng_state(), RANDOM, {**RANDOM, "cuda": [torch.zeros(16, dtype=torch.uint8)]}],
     ids=["bare", "of-a-trainer", "of-gpus"],
 )
-def test_states_of_random_generators_are_no_weights(value, tmp_path):
+def test_states_of_random_generators_are_not_weights(value, tmp_path):
     with pytest.raises(UnreadableError, match="holds the states of random generators and no model weights"):
         opened(saved(value, tmp_path))
 
@@ -107,21 +107,21 @@ def test_a_row_of_bytes_may_be_a_weight(tmp_path):
     assert opened(saved({"absmax": torch.zeros(17, dtype=torch.uint8)}, tmp_path)).keys() == ["absmax"]
 
 
-def test_weights_without_names_beside_an_optimizer_are_named_first(tmp_path):
+def test_weights_without_names_next_to_an_optimizer_are_named_first(tmp_path):
     """As Gaussian splatting saves them: a tuple of parameters, with the optimizer's state among them."""
     splats = (3, torch.nn.Parameter(torch.ones(5, 3)), torch.ones(5, 1), STATE, 5.0)
     with pytest.raises(UnreadableError, match="no weights under names: the file holds 2 tensors in lists; if they"):
         opened(saved((splats, 30000), tmp_path))
 
 
-def test_a_table_of_numbers_is_no_set_of_weights(tmp_path):
+def test_a_table_of_numbers_is_not_a_set_of_weights(tmp_path):
     """Textual inversion keeps the number of its word under ``string_to_token``, and the weights beside it."""
     value = {"string_to_token": {"*": torch.tensor(265)}, "string_to_param": {"*": torch.ones(2, 4)}, "step": 500}
     checkpoint = opened(saved(value, tmp_path))
     assert [candidate.name for candidate in checkpoint.candidates] == ["string_to_param"]
 
 
-def test_figures_of_the_inputs_are_no_set_of_weights(tmp_path):
+def test_figures_of_the_inputs_are_not_a_set_of_weights(tmp_path):
     net = {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}
     value = {"actor": net, "obs_rms": {"mean": torch.zeros(3), "var": torch.ones(3), "count": 9.0}}
     assert [candidate.name for candidate in opened(saved(value, tmp_path)).candidates] == ["actor"]

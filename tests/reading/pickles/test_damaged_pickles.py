@@ -113,7 +113,7 @@ def test_no_damage_gives_wrong_bytes_unsaid(form: str, tmp_path: Path) -> None:
             assert bytes_of(checkpoint.read(key)) == bytes_of(TENSORS[key])
 
 
-def test_deep_nesting_in_front_of_damage_is_no_crash(tmp_path: Path) -> None:
+def test_deep_nesting_in_front_of_damage_is_not_a_crash(tmp_path: Path) -> None:
     (tmp_path / "deep.pkl").write_bytes(b"\x80\x02" + b"}(X\x01\0\0\0a" * 3000 + b"\xff")
     with pytest.raises(ckptfix.UnreadableError, match="not a pickle opcode"):
         ckptfix.check(tmp_path / "deep.pkl", values=False)

@@ -90,7 +90,7 @@ class Armed:
         return exec, ("1",)
 
 
-def test_beside_a_payload_both_are_said(tmp_path):
+def test_next_to_a_payload_both_are_reported(tmp_path):
     path = saved({"model": traced(), "x": Armed()}, tmp_path)
     findings = ckptfix.check(path, select=("FIL901",)).findings
     assert [finding.level for finding in findings] == [Level.ERROR, Level.WARNING]

@@ -128,7 +128,7 @@ def test_so_does_a_call_of_what_need_not_be_installed(called, given):
     assert (type(made), str(made.cls), made.args) == (Opaque, called, given)
 
 
-def test_an_array_is_no_function():
+def test_an_array_is_not_a_function():
     data = pickle.dumps(np.ones(2), 2)[:-1] + b"K\x01\x85R."
     with pytest.raises(UnreadableError, match="a numpy array is called as a function"):
         PickleMachine(data, "some.pkl", table().call, lambda pid: pid).load()
@@ -139,7 +139,7 @@ def test_a_variable_of_torch_0_3_is_its_tensor():
     assert call("torch.autograd.variable.Variable", spec) is spec
 
 
-def test_a_dtype_of_a_later_torch_is_no_damage():
+def test_a_dtype_of_a_later_torch_is_not_damage():
     made = b"\x80\x02ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat6_e3m2\nK\x01\x85K\x01\x85\x89tR."
     with pytest.raises(UnreadableError, match=r"some\.pkl: the dtype torch\.float6_e3m2 is newer .*; update it"):
         PickleMachine(made, "some.pkl", table().call, lambda pid: pid).load()
@@ -172,7 +172,7 @@ def test_every_storage_class_has_its_dtype_on_every_device(name):
     assert storage_dtype(Global("torch", name)) == storage_dtype(Global("torch.cuda", name)) == BY_STORAGE[name].name
 
 
-def test_a_class_that_is_no_storage_is_refused():
+def test_a_class_that_is_not_a_storage_is_refused():
     with pytest.raises(ValueError, match=r"os\.system is not a storage class"):
         storage_dtype(Global("os", "system"))
 
@@ -194,12 +194,12 @@ def test_a_numpy_array_becomes_a_tensor_of_its_values(code):
     [np.array(["a", "b"]), np.array([None]), np.zeros(2, "M8[s]"), np.zeros(2, [("a", "f4")])],
     ids=lambda a: str(a.dtype),
 )
-def test_an_array_that_is_no_tensor_has_no_spec(array):
+def test_an_array_that_is_not_a_tensor_has_no_spec(array):
     assert unpickled(array).spec("some.pkl") is None
 
 
 @pytest.mark.parametrize("value", [5, "12", (1, -1), (1.0,), (True,), (1 << 63,), [None], (1,) * 65, None])
-def test_what_is_no_shape_is_refused(value):
+def test_what_is_not_a_shape_is_refused(value):
     with pytest.raises(ValueError, match="is not a shape"):
         sizes(value)
 

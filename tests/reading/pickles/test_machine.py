@@ -263,7 +263,7 @@ def test_a_pickle_cut_anywhere_is_refused(value):
 
 
 @pytest.mark.parametrize("number", [b"L%sL\n.", b"I%s\n.", b"Np%s\n.", b"g%s\n."], ids=["long", "int", "put", "get"])
-def test_a_number_of_too_many_digits_is_said_without_the_interpreters_own_words(number):
+def test_a_number_of_too_many_digits_is_reported_without_the_interpreters_own_words(number):
     with pytest.raises(UnreadableError, match="a number of 5000 digits") as caught:
         run(number % (b"9" * 5000))
     assert "sys." not in str(caught.value)

@@ -77,7 +77,7 @@ def test_python_2_wrote_the_bytes_of_an_array_as_text(tmp_path: Path) -> None:
     assert ckptfix.open_checkpoint(path).read("w").tolist() == [-1.5, 3e8]
 
 
-def test_arrays_of_objects_and_text_stay_closed_and_are_no_weights(tmp_path: Path) -> None:
+def test_arrays_of_objects_and_text_stay_closed_and_are_not_weights(tmp_path: Path) -> None:
     arrays = {"w": ARRAYS["row-major"], "b": ARRAYS["half"], "names": np.array(["a", "b"]), "any": np.array([{}, None])}
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps({"model": arrays}))
@@ -117,7 +117,7 @@ def test_an_array_that_holds_more_than_the_tensor_is_refused(tmp_path: Path, num
 
 
 @pytest.mark.parametrize("dtype", [object, "U3", "M8[s]"], ids=["objects", "text", "times"])
-def test_arrays_that_are_no_numbers_are_no_weights(tmp_path: Path, dtype: Any) -> None:
+def test_arrays_that_are_not_numbers_are_not_weights(tmp_path: Path, dtype: Any) -> None:
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps({"a.weight": np.zeros(3, dtype), "b.weight": np.zeros(2, dtype)}, 2))
     with pytest.raises(ckptfix.UnreadableError, match="no array in it can be read as a tensor"):

@@ -153,7 +153,7 @@ def test_a_function_that_does_something_is_found_by_its_call():
 
 
 @pytest.mark.parametrize("name", ["models.yolo.load", "mylib.rebuild", "omegaconf.create", "", ".", "os", "torch."])
-def test_functions_of_packages_that_nobody_else_has_are_not_judged(name):
+def test_functions_of_packages_that_no_one_else_has_are_not_judged(name):
     assert not runs_code(name)
 
 
@@ -229,7 +229,7 @@ PAYLOADS = """os.system posix.system nt.system subprocess.Popen builtins.eval __
     matplotlib.backends.backend_pdf.PdfPages""".split()
 
 
-def test_a_name_that_checkpoints_need_is_no_payload():
+def test_a_name_that_checkpoints_need_is_not_a_payload():
     assert [name for name in HARMLESS if is_payload(name)] == []
 
 

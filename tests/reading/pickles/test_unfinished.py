@@ -53,7 +53,7 @@ def test_a_cut_pickle_gives_what_was_whole(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_zeros_that_were_never_filled_are_no_part_of_a_value(form: str, tmp_path: Path) -> None:
+def test_zeros_that_were_never_filled_are_not_part_of_a_value(form: str, tmp_path: Path) -> None:
     data, path, most = FORMS[form], tmp_path / "reserved.pkl", 0
     for cut in range(1, len(data), 37):
         path.write_bytes(data[:cut] + bytes(len(data) - cut + 1024))

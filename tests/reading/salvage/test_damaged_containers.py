@@ -136,7 +136,7 @@ def test_what_came_out_whole_is_all_there_where_a_checksum_fails(file: Path, cas
         ckptfix.open_checkpoint(file)
 
 
-def test_nothing_says_where_the_file_behind_a_damaged_tar_header_is(file: Path) -> None:
+def test_nothing_says_where_the_file_after_a_damaged_tar_header_is(file: Path) -> None:
     for members, at in (({"m.pth": INNER["zip"]}, 150), ({"a.txt": b"x", "m.pth": INNER["zip"]}, 124)):
         file.write_bytes(changed(tarred(members), at))
         with pytest.raises(

@@ -139,7 +139,7 @@ def test_the_refusal_says_what_salvage_would_bring_back(tmp_path: Path) -> None:
 
 # The tensors are too small for safetensors, which has nothing but its tensors at its end: see test_unfilled.
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "safetensors"])
-def test_reserved_space_that_was_never_filled_is_no_data(form: str, tmp_path: Path) -> None:
+def test_reserved_space_that_was_never_filled_is_not_data(form: str, tmp_path: Path) -> None:
     state_dict = _tensors()
     data = FORMS[form](state_dict)
     places = _places(data, state_dict)
@@ -168,7 +168,7 @@ def test_bytes_in_front_are_passed_over(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("front", [_native_zip, lambda state_dict: b"PK\x03\x04" + bytes(96)], ids=["whole", "stray"])
-def test_an_archive_behind_another_one_is_damaged_as_for_torch(front: Saved, tmp_path: Path) -> None:
+def test_an_archive_after_another_one_is_damaged_as_for_torch(front: Saved, tmp_path: Path) -> None:
     state_dict = _tensors()
     file = tmp_path / "two.pth"
     file.write_bytes(front({"other": torch.ones(3)}) + _native_zip(state_dict))
@@ -181,7 +181,7 @@ def test_an_archive_behind_another_one_is_damaged_as_for_torch(front: Saved, tmp
 
 
 @pytest.mark.parametrize("form", ["legacy", "safetensors"])
-def test_bytes_behind_are_left_out(form: str, tmp_path: Path) -> None:
+def test_trailing_bytes_are_left_out(form: str, tmp_path: Path) -> None:
     state_dict = _tensors()
     checkpoint = _salvaged(tmp_path / "junk.pth", FORMS[form](state_dict) + b"-- end of the download --")
     assert checkpoint is not None
@@ -203,7 +203,7 @@ def test_a_transfer_in_text_mode_is_undone(form: str, tmp_path: Path) -> None:
     _assert_whole(checkpoint, state_dict, form)
 
 
-def test_a_transfer_in_text_mode_is_no_attack(tmp_path: Path) -> None:
+def test_a_transfer_in_text_mode_is_not_an_attack(tmp_path: Path) -> None:
     """Where the directory of the archive is read at the wrong place, two members may seem to have one name."""
     state_dict = {f"l.{at}.weight": torch.randn(200, 200) for at in range(5)}
     file = tmp_path / "x.pth"
@@ -257,7 +257,7 @@ def test_a_storage_without_its_descriptor_is_whole_where_the_file_ends(tmp_path:
         assert checkpoint.keys() == whole
 
 
-def test_a_lost_part_beside_the_weights_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_lost_part_next_to_the_weights_is_left_out_and_said(tmp_path: Path) -> None:
     weights = _tensors()
     content: dict[str, Any] = {"state_dict": weights, "epoch": 3, "optimizer": {"state": {0: torch.arange(1.0, 50.0)}}}
     data = _native_zip(content)

@@ -76,7 +76,7 @@ def salvaged(path: Path, data: bytes) -> Checkpoint:
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["cut short", "zero tail"])
 @pytest.mark.parametrize("member", ["code/", "constants.pkl", "version"])
-def test_behind_the_pickle_every_weight_is_whole(member: str, zeros: bool, saved: Any, tmp_path: Path) -> None:
+def test_after_the_pickle_every_weight_is_whole(member: str, zeros: bool, saved: Any, tmp_path: Path) -> None:
     data, state_dict = saved
     stop = place(data, member)[0] + 10
     checkpoint = salvaged(tmp_path / "cut.pt", data[:stop] + bytes((len(data) - stop) * zeros))
@@ -85,7 +85,7 @@ def test_behind_the_pickle_every_weight_is_whole(member: str, zeros: bool, saved
     assert checkpoint.lost == {}
 
 
-def test_the_lost_sources_are_said(saved: Any, tmp_path: Path) -> None:
+def test_the_lost_sources_are_reported(saved: Any, tmp_path: Path) -> None:
     data, _ = saved
     said = Fact(Kind.SOURCES_LOST)
     assert said in salvaged(tmp_path / "cut.pt", data[: place(data, "code/")[0]]).damage
@@ -195,7 +195,7 @@ def test_every_cut_gives_whole_tensors_or_a_typed_error(saved: Any, tmp_path: Pa
             assert_same(dict(ckptfix.open_checkpoint(path, salvage=True).state_dict()), state_dict)
 
 
-def test_a_cut_file_of_torch_save_is_no_torchscript(tmp_path: Path) -> None:
+def test_a_cut_file_of_torch_save_is_not_torchscript(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3), "b": torch.ones(400)}, tmp_path / "whole.pth")
     checkpoint = salvaged(tmp_path / "cut.pth", (tmp_path / "whole.pth").read_bytes()[:-900])
     assert (checkpoint.format, checkpoint.keys()) == ("torch-zip", ["a"])

@@ -106,7 +106,7 @@ def test_a_transfer_that_stopped_in_a_file_of_another_size(size: int, tmp_path: 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("zeros", [600, 3000])
-def test_zeros_at_the_cut_are_no_data_of_a_view(zeros: int, legacy: bool, tmp_path: Path) -> None:
+def test_zeros_at_the_cut_are_not_data_of_a_view(zeros: int, legacy: bool, tmp_path: Path) -> None:
     """The file ends with zeros inside a storage that two tensors view."""
     flat = dense(4096)
     path = tmp_path / "views.pth"

@@ -41,7 +41,7 @@ def test_the_folder_reads_as_the_file_did(folder: Path) -> None:
     assert_same(dict(opened.state_dict()), {f"module.{key}": value for key, value in WEIGHTS.items()})
 
 
-def test_it_is_repaired_into_one_file_beside_it(folder: Path) -> None:
+def test_it_is_repaired_into_one_file_next_to_it(folder: Path) -> None:
     done = ckptfix.repair(folder, beside=True)
     output = folder.with_name("model.fixed.pth")
     assert done.report.output == str(output)

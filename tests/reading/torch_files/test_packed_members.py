@@ -51,7 +51,7 @@ def test_a_file_that_was_packed_again_is_read_and_says_so(
     assert (note.level, "which torch.save never does" in note.message) == (Level.NOTE, True)
 
 
-def test_zeros_in_a_large_archive_are_no_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zeros_in_a_large_archive_are_not_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They pack a thousandfold; what counts is what the whole archive unpacks to."""
     monkeypatch.setattr(unpacking, "RATIO_FLOOR", 1 << 16)
     monkeypatch.setattr(unpacking, "MEMORY_LIMIT", 1 << 10)

@@ -12,7 +12,7 @@ from tests.checks import bytes_of
 ARRAYS = {f"layer.{index}.weight": np.arange(30, dtype="f4") + index for index in range(4)}
 
 
-def test_noop_bytes_behind_the_pickle(tmp_path: Path) -> None:
+def test_noop_bytes_after_the_pickle(tmp_path: Path) -> None:
     path = tmp_path / "plain.pkl"
     path.write_bytes(pickle.dumps(ARRAYS, 4) + b"\n")
     assert ckptfix.open_checkpoint(path).damage == ()
@@ -36,7 +36,7 @@ def test_an_array_with_more_bytes_than_elements_is_refused(tmp_path: Path) -> No
         ckptfix.open_checkpoint(path)
 
 
-def test_a_frame_that_goes_on_behind_the_end_is_damage(tmp_path: Path) -> None:
+def test_a_frame_that_continues_after_the_end_is_damage(tmp_path: Path) -> None:
     """pickle refuses it too: bytes are missing, and the values may be wrong from some place on."""
     path, data = tmp_path / "plain.pkl", pickle.dumps({"w": [1.0, 2.0], **ARRAYS}, 4)
     lost = data.index(b"\x94", data.index(b"layer.1") + 12)
@@ -47,7 +47,7 @@ def test_a_frame_that_goes_on_behind_the_end_is_damage(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(path)
 
 
-def test_damage_is_no_attack(tmp_path: Path) -> None:
+def test_damage_is_not_an_attack(tmp_path: Path) -> None:
     """A damaged pickle may call a dict, which Python refuses: nothing in it runs code."""
     path = tmp_path / "plain.pkl"
     path.write_bytes(b"\x80\x02}(X\x01\0\0\0a}K\x01\x85RX\x01\0\0\0wK\x01u.")

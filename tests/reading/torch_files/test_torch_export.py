@@ -57,7 +57,7 @@ def test_the_weights_are_those_of_the_module(exported: tuple[Path, dict[str, tor
     assert Net().load_state_dict(written, strict=True)
 
 
-def test_what_only_weights_are_read_of_is_said(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_what_only_weights_are_read_of_is_reported(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
     (finding,) = [found for found in ckptfix.check(exported[0]).findings if found.code == "FIL102"]
     assert "a torch.export program (only its weights)" in finding.message
 

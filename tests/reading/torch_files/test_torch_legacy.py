@@ -52,7 +52,7 @@ def test_zeros_that_begin_in_the_pickles_are_named(share, tmp_path):
         opened(path)
 
 
-def test_a_damaged_pickle_is_no_unfilled_one_where_the_file_ends_in_zeros(tmp_path):
+def test_a_damaged_pickle_is_not_an_unfilled_one_where_the_file_ends_in_zeros(tmp_path):
     path = old({"w": torch.zeros(64)}, tmp_path)
     path.write_bytes(
         path.read_bytes().replace(
@@ -110,7 +110,7 @@ def test_bytes_lost_or_doubled_cost_their_storage_and_those_after_it(kind, count
         assert checkpoint.read(key).numpy().tobytes() == LAYERS[key].numpy().tobytes()
 
 
-def test_bytes_behind_the_last_storage_may_have_come_into_it(tmp_path):
+def test_bytes_after_the_last_storage_may_have_come_into_it(tmp_path):
     path = old({"w": torch.randn(64)}, tmp_path)
     path.write_bytes(path.read_bytes() + b"\n")
     (note,) = ckptfix.check(path, select=("FIL203",)).findings
@@ -142,7 +142,7 @@ def test_views_of_a_whole_model_are_doubtful_too(tmp_path):
     ]
 
 
-def test_a_storage_class_that_torch_does_not_know_is_told(tmp_path):
+def test_a_storage_class_that_torch_does_not_know_is_reported(tmp_path):
     path = old(WEIGHTS, tmp_path)
     path.write_bytes(path.read_bytes().replace(b"ctorch\nFloatStorage", b"ctorkh\nFloatStorage"))
     assert "torkh.FloatStorage" in ckptfix.check(path, select=("FIL102",)).findings[0].message
@@ -160,7 +160,7 @@ def test_a_storage_class_that_torch_does_not_know_is_told(tmp_path):
         pytest.param(torch.ones(4, 1, 3).transpose(0, 1), id="a dimension of one"),
     ],
 )
-def test_strides_that_writers_produce_are_no_damage(value, tmp_path):
+def test_strides_that_writers_produce_are_not_damage(value, tmp_path):
     checkpoint = opened(old({"w": value}, tmp_path))
     assert (checkpoint.damage, checkpoint.remarks) == ((), ())
     same(dict(checkpoint.state_dict()), {"w": value})
@@ -168,7 +168,7 @@ def test_strides_that_writers_produce_are_no_damage(value, tmp_path):
 
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("bit", range(4))
-def test_a_flipped_bit_in_a_stride_is_said(bit, place, tmp_path):
+def test_a_flipped_bit_in_a_stride_is_reported(bit, place, tmp_path):
     path = old({"w": torch.randn(4, 3, 5), "other": torch.zeros(3)}, tmp_path)
     data = bytearray(path.read_bytes())
     data[data.index(b"K\x0fK\x05K\x01\x87") + 1 + 2 * place] ^= 1 << bit
@@ -184,7 +184,7 @@ def test_a_flipped_bit_in_a_stride_is_said(bit, place, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64], ids=str)
 @pytest.mark.parametrize("beside", [{}, {"m": torch.empty(3, device="meta")}], ids=["", "beside the meta device"])
-def test_dtypes_that_torch_cannot_load_from_the_legacy_format_are_said(dtype, beside, tmp_path):
+def test_dtypes_that_torch_cannot_load_from_the_legacy_format_are_reported(dtype, beside, tmp_path):
     values = {"w": torch.ones(4), "h": torch.ones(8).to(dtype)}
     path = old({**values, **beside}, tmp_path)
     with pytest.raises(AttributeError):

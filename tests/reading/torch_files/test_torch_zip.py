@@ -159,7 +159,7 @@ def test_a_file_of_pickle_protocol_0_is_read(zipped, tmp_path):
         "('storage', <class 'torch.FloatStorage'>, '0', 'cpu', 4), 5",
     ],
 )
-def test_any_other_text_is_no_persistent_id(text, tmp_path):
+def test_any_other_text_is_not_a_persistent_id(text, tmp_path):
     path = tmp_path / "file.pth"
     path.write_bytes(torch_zip(b"P" + text.encode() + b"\n.", {"data/0": STORAGE}))
     with pytest.raises(UnreadableError, match="persistent id"):

@@ -154,7 +154,7 @@ def test_a_frozen_module_is_named(tmp_path: Path) -> None:
     ],
     ids=["sources", "modules"],
 )
-def test_an_archive_of_more_than_anybody_writes_is_refused(
+def test_an_archive_of_more_than_anyone_writes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, limit: str, most: int, message: str
 ) -> None:
     monkeypatch.setattr(module, limit, most)
@@ -163,7 +163,7 @@ def test_an_archive_of_more_than_anybody_writes_is_refused(
         ckptfix.check(tmp_path / "model.pt")
 
 
-def test_a_class_of_the_archive_is_no_payload_whatever_its_name(tmp_path: Path) -> None:
+def test_a_class_of_the_archive_is_not_a_payload_whatever_its_name(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.jit.script(nn.Linear(2, 2)).save(str(path))
     members = {name: data.replace(b"__torch__.torch.nn.modules.linear", b"__torch__.os.sys.subprocess.exec0")

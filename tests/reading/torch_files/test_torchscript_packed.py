@@ -65,7 +65,7 @@ def test_an_lstm_gives_the_same_from_both_forms(path: str, tmp_path: Path) -> No
     assert [bytes_of(part["state"][0][0]) for part in contents[4]] == expected
 
 
-def test_a_traced_module_has_them_but_for_what_became_a_constant_of_the_code(tmp_path: Path) -> None:
+def test_a_traced_module_has_them_except_for_what_became_a_constant_of_the_code(tmp_path: Path) -> None:
     module = MODELS["static convolutions"]()
     torch.jit.trace(module, torch.randn(2, 3, 8, 8)).save(str(tmp_path / "model.pt"))
     built = ckptfix.open_checkpoint(tmp_path / "model.pt").state_dict()

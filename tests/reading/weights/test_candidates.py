@@ -34,7 +34,7 @@ def test_which_are_meant(tensors, names):
     assert [candidate.name for candidate in plausible(candidates(**tensors))] == names
 
 
-def test_losses_beside_a_small_network_are_no_set(tmp_path):
+def test_losses_next_to_a_small_network_are_not_a_set(tmp_path):
     losses = {name: torch.tensor(0.5) for name in ("policy", "value", "entropy")}
     torch.save({"agent": torch.nn.Linear(4, 4).state_dict(), "losses": {"train": losses}}, tmp_path / "f.pth")
     report = ckptfix.check(tmp_path / "f.pth")
@@ -51,7 +51,7 @@ def test_few_tensors_of_many_elements_are_remarked_on():
 
 
 @pytest.mark.parametrize("form", [torch.from_numpy, np.asarray], ids=["tensors", "arrays"])
-def test_what_is_kept_beside_the_weights_is_no_part_of_them(tmp_path, form):
+def test_what_is_kept_next_to_the_weights_is_not_a_part_of_them(tmp_path, form):
     layers = {f"layers.{at}.weight": form(np.ones((4, 4), "f4")) for at in range(5)}
     others = {"last_batch": {"x": form(np.ones((9, 9), "f4"))}, "queue": form(np.ones((9, 9), "f4"))}
     pca = {"pca": {"weight": form(np.ones(3, "f4"))}}

@@ -104,7 +104,7 @@ def test_weights_that_cannot_be_had_say_why(value, message, tmp_path):
         opened(saved(value, tmp_path))
 
 
-def test_keys_that_are_no_text_become_text_and_are_remarked(tmp_path):
+def test_keys_that_are_not_text_become_text_and_are_remarked(tmp_path):
     checkpoint = opened(saved({0: torch.ones(1), (1, "a"): torch.zeros(1)}, tmp_path))
     assert checkpoint.keys() == ["0", "(1, 'a')"]
     assert [remark.kind.value for remark in checkpoint.remarks] == ["non-string-key"] * 2
@@ -150,7 +150,7 @@ def test_a_state_dict_inside_of_an_unknown_object_is_found(tmp_path):
     assert list(torch.load(written, weights_only=True)["weights"]) == ["w"]
 
 
-def test_the_graphs_of_a_dataset_are_no_weights(tmp_path):
+def test_the_graphs_of_a_dataset_are_not_weights(tmp_path):
     from tests.attacks.crafted import PROTO
 
     graph = name("torch_geometric.data.data.Data") + b")\x81}" + text("_mapping") + b"}" + text("x") + tensor() + b"ssb"
@@ -182,7 +182,7 @@ class VecNormalize:
     """What stable-baselines3 pickles next to its models."""
 
 
-def test_running_statistics_and_a_random_state_are_no_weights(tmp_path):
+def test_running_statistics_and_a_random_state_are_not_weights(tmp_path):
     value = VecNormalize()
     value.__dict__["obs_rms"] = {"mean": np.zeros(3), "var": np.ones(3), "count": np.float64(3)}
     value.__dict__["np_random"] = np.random.RandomState(0)
@@ -192,7 +192,7 @@ def test_running_statistics_and_a_random_state_are_no_weights(tmp_path):
         opened(path)
 
 
-def test_a_random_state_beside_figures_is_no_weights(tmp_path):
+def test_a_random_state_next_to_figures_is_not_weights(tmp_path):
     path = tmp_path / "state.pkl"
     path.write_bytes(pickle.dumps({"w": {"a.weight": np.ones((3, 3))}, "rng": np.random.RandomState(0)}))
     assert opened(path).container == ("w",)
@@ -202,7 +202,7 @@ def test_a_random_state_beside_figures_is_no_weights(tmp_path):
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_the_key_of_numpys_generator_is_no_weights(legacy, tmp_path):
+def test_the_key_of_numpys_generator_is_not_weights(legacy, tmp_path):
     state = np.random.RandomState(0).get_state(legacy=legacy)
     path = tmp_path / "state.pkl"
     for value in ({"rng": state, "w": {"a.weight": np.ones((3, 3))}}, {"a.weight": np.ones((3, 3)), "rng": state}):

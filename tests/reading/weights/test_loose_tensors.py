@@ -218,5 +218,5 @@ def test_what_holds_itself_ends() -> None:
 
 
 @pytest.mark.parametrize("root", [{"model": {"weight": 1}}, {"model": None}, {"model": 5}])
-def test_what_is_no_module_has_no_attributes(root: Any) -> None:
+def test_what_is_not_a_module_has_no_attributes(root: Any) -> None:
     assert loose_remarks(root, ("model",), {}) == []

@@ -109,7 +109,7 @@ def module(children: dict[str, Any], **more: Any) -> Opaque:
     return Opaque(Global("m", "Net"), state=state)
 
 
-def test_an_object_with_half_of_it_is_no_module():
+def test_an_object_with_half_of_it_is_not_a_module():
     assert is_module(module({}))
     assert not is_module(Opaque(Global("m", "Net"), state={"_parameters": {}, "_buffers": {}}))
     assert not is_module({"_parameters": {}, "_buffers": {}, "_modules": {}})
@@ -120,7 +120,7 @@ def test_an_odd_set_of_passing_buffers_hides_nothing(odd):
     assert list(module_state_dict(module({}, _non_persistent_buffers_set=odd), "f")) == ["p"]
 
 
-def test_children_that_are_no_modules_are_passed_over():
+def test_children_that_are_not_modules_are_passed_over():
     assert list(module_state_dict(module({"a": None, "b": 5, "c": module({})}), "f")) == ["p", "c.p"]
 
 

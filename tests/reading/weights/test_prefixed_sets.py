@@ -98,7 +98,7 @@ def test_no_set_of_the_name(name):
     assert keys_of_set(under("student.", "teacher."), name) == {}
 
 
-def test_a_wrapper_is_no_set():
+def test_a_wrapper_is_not_a_set():
     keys = under("module.", "ema.")
     assert sets_of(specs(keys)) == ("plain", "ema")
     assert keys_of_set(keys, "plain") == {f"module.{key}": f"module.{key}" for key in NET}, "KEY102 strips it"
@@ -183,7 +183,7 @@ def test_an_average_whose_names_lost_their_dots_is_found_and_taken(names, counte
 
 
 @pytest.mark.parametrize(("name", "value"), [("model", 1.0), ("model_ema", 2.0)])
-def test_the_other_parts_stay_beside_an_average_and_its_network(name, value):
+def test_the_other_parts_stay_next_to_an_average_and_its_network(name, value):
     """Stable Diffusion has its autoencoder and its text encoder beside both."""
     names, counters, _ = MANGLED["LitEma"]
     state = {key: torch.full((1,), 1.0) for key in names} | {names[key]: torch.full((1,), 2.0) for key in names}

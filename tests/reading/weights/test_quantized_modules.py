@@ -166,7 +166,7 @@ def test_what_only_a_script_object_can_hold_is_an_error_and_data_where_that_was_
 
 
 @pytest.mark.parametrize("build", ["dynamic linear", "dynamic linear in halves"])
-def test_packed_weights_are_no_note_where_safetensors_cannot_hold_them(build, tmp_path):
+def test_packed_weights_are_not_a_note_where_safetensors_cannot_hold_them(build, tmp_path):
     path = saved(MODELS[build]().state_dict(), tmp_path)
     report = ckptfix.repair(path, output=tmp_path / "out.safetensors").report
     left, *notes = report.remaining

@@ -75,7 +75,7 @@ def test_outcomes_are_counted(browser, show):
     assert texts(browser, "#codes button")[0].split("\n") == ["KEY102", "wrapper-prefix", "5 files"]
 
 
-def test_what_needs_somebody_comes_first(browser, show):
+def test_what_needs_someone_comes_first(browser, show):
     show(*zoo())
     assert names(browser)[:4] == [
         "2017/net/big.pth",
@@ -158,7 +158,7 @@ def test_an_address_opens_its_file(browser, show):
     assert texts(browser, "#file h2 .name")
 
 
-def test_an_error_is_told(browser, show):
+def test_an_error_is_reported(browser, show):
     show([unreadable("a.pth"), record("b.pth")])
     assert "the file ends after 1.2 MB" in texts(browser, "#files .tabulator-row")[0]
     go(browser, "#/a.pth")
@@ -321,7 +321,7 @@ def test_a_dry_run_says_that_nothing_was_written(browser, show):
     assert "would come from the file" in " ".join(texts(browser, "#file p"))
 
 
-def test_what_was_refused_is_not_called_done_and_what_it_is_like_is_said(browser, show):
+def test_what_was_refused_is_not_called_done_and_what_it_is_like_is_reported(browser, show):
     command = "ckptfix check a.pth --like known:timm/resnet18"
     like = {"text": "timm resnet18, under `module.`", "commands": [command]}
     findings = [{**PREFIX, "fixed": False}]

@@ -21,7 +21,7 @@ def test_hostile_text_comes_back_and_ends_nothing(text):
     assert Page(data_element("x", written)).data == {"x": {text: [text]}}
 
 
-def test_numbers_that_are_no_json_are_refused():
+def test_numbers_that_are_not_json_are_refused():
     with pytest.raises(ValueError, match="JSON"):
         script_json(float("nan"))
 

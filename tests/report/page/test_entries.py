@@ -119,6 +119,6 @@ def test_edits_of_another_version_are_counted():
     assert details["edits"] == ["rotate (2)"]
 
 
-def test_figures_that_are_no_json_numbers():
+def test_figures_that_are_not_json_numbers():
     line = record("a.pth", findings=[{**NAN, "evidence": {"rms": float("nan")}}])
     assert Entries().details(0, line)["findings"][0]["evidence"] == ["rms NaN"]

@@ -57,7 +57,7 @@ def test_a_command_that_fills_has_its_price():
     assert (way["command"], way["price"]) == (made["command"], "`fc` becomes untrained: 2.5 % of the model")
 
 
-def test_what_a_file_is_like_is_said_with_the_command_that_goes_on():
+def test_what_a_file_is_like_is_reported_with_the_command_that_continues():
     like = Likeness(("smp/Unet-resnet18",), Fit.EXACT, {"smp": "1"}, prefix="module.")
     made = record_of(replace(report(PREFIX), likeness=like), Presentation(REPAIR))["looks_like"]
     assert made["text"] == "smp Unet-resnet18, under `module.`"

@@ -48,7 +48,7 @@ def test_its_beginning_says_what_it_is():
     assert MARK in page_text("x" * 5000, [])[:1000]
 
 
-def test_weights_come_in_any_order_and_of_strangers_not_at_all():
+def test_weights_come_in_any_order_and_those_of_unknown_files_are_ignored():
     records = [record("a.pth"), record("b.pth")]
     page = Page(page_text("t", iter(records), iter([weights("b.pth"), weights("stranger.pth"), weights("a.pth")])))
     assert {"weights-0", "weights-1"} <= page.data.keys()
@@ -80,7 +80,7 @@ def test_the_title_is_text():
     assert page.texts.count(HOSTILE[0]) == 2  # in <title> and <h1>
 
 
-def test_signs_that_nobody_sees_are_shown_in_the_title():
+def test_signs_that_no_one_sees_are_shown_in_the_title():
     assert "turned\\u202egnp.exe" in Page(page_text("turned\u202egnp.exe", [])).texts
 
 
@@ -157,7 +157,7 @@ def test_nothing_else_is(tmp_path, content):
     assert file.read_bytes() == content
 
 
-def test_a_folder_is_no_place(tmp_path):
+def test_a_folder_is_not_a_place(tmp_path):
     with pytest.raises(UsageError, match="is not a ckptfix report"):
         page_file(tmp_path).refuse()
     with pytest.raises(UsageError, match="does not exist"):

@@ -31,7 +31,7 @@ def test_it_can_stand_within_a_page(name):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_it_has_a_licence_beside_it(name):
+def test_it_has_a_licence_next_to_it(name):
     assert "Permission is hereby granted, free of charge" in (FOLDER / f"{name.split('.')[0]}.LICENSE").read_text()
 
 

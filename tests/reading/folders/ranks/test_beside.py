@@ -54,14 +54,14 @@ def test_the_optimizer_is_read_with_the_model(tmp_path: Path, names: tuple[str, 
     assert whole["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [name]}]
 
 
-def test_noop_numbers_are_ranks_only_beside_the_metadata(tmp_path: Path) -> None:
+def test_noop_numbers_are_ranks_only_next_to_the_metadata(tmp_path: Path) -> None:
     save(tmp_path, TORCH_CHECKPOINTING, "w")
     (tmp_path / "metadata.pkl").unlink()
     with pytest.raises(ckptfix.UnreadableError, match="not a sharded checkpoint; name one of the files"):
         ckptfix.open_checkpoint(tmp_path)
 
 
-def test_what_else_is_beside_the_model_is_named(tmp_path: Path) -> None:
+def test_what_else_is_next_to_the_model_is_named(tmp_path: Path) -> None:
     save(tmp_path, VERL, 0)
     for rank in range(2):
         torch.save({"rng": {"cpu": torch.get_rng_state()}}, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
@@ -70,7 +70,7 @@ def test_what_else_is_beside_the_model_is_named(tmp_path: Path) -> None:
     assert found.message.endswith("cannot be merged and is left out: extra_state_world_size_2_rank_*.pt")
 
 
-def test_an_optimizer_that_cannot_be_merged_leaves_the_weights_alone(tmp_path: Path) -> None:
+def test_an_optimizer_that_cannot_be_merged_leaves_the_weights_unchanged(tmp_path: Path) -> None:
     """An optimizer that lacks a rank, comes from two saves, or has only flat parameters."""
     save(tmp_path, ACCELERATE, "w")
     one, other = (tmp_path / ACCELERATE[1].format(rank) for rank in range(2))

@@ -85,7 +85,7 @@ def test_a_folder_as_verl_leaves_it(tmp_path: Path) -> None:
         pytest.param("net_rank{}.pt", "extra_state_rank{}.pt", id="other-names"),
     ],
 )
-def test_what_a_trainer_saves_beside_the_model_is_not_taken_for_it(tmp_path: Path, stem: str, other: str) -> None:
+def test_what_a_trainer_saves_next_to_the_model_is_not_taken_for_it(tmp_path: Path, stem: str, other: str) -> None:
     folder, truth = saved(tmp_path)
     for rank in range(4):
         rank_file(folder, rank).rename(folder / stem.format(rank))
@@ -99,7 +99,7 @@ def test_what_a_trainer_saves_beside_the_model_is_not_taken_for_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
-def test_consolidated_weights_beside_ranks_hide_neither(tmp_path: Path, is_marked: bool) -> None:
+def test_consolidated_weights_next_to_ranks_hide_neither(tmp_path: Path, is_marked: bool) -> None:
     folder, truth = saved(tmp_path)
     torch.save({"w": torch.ones(2)}, folder / "consolidated.00.pth")
     if is_marked:

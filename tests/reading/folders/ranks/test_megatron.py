@@ -180,7 +180,7 @@ def test_experts_have_the_numbers_of_the_whole(tmp_path: Path) -> None:
         assert torch.equal(got[f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"], value)
 
 
-def test_experts_in_one_tensor_are_no_copies(tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_not_copies(tmp_path: Path) -> None:
     """Those of ``GroupedMLP`` have one name in all ranks."""
     for rank in range(2):
         weight = torch.full((HIDDEN, 2 * FFN), float(rank))
@@ -304,7 +304,7 @@ def test_a_stage_of_another_dtype_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["decoder.final_layernorm.weight", "output_layer.weight"])
-def test_a_part_in_another_dtype_is_no_other_save(tmp_path: Path, key: str) -> None:
+def test_a_part_in_another_dtype_is_not_another_save(tmp_path: Path, key: str) -> None:
     """Norms, routers and heads may be kept in float32, in the stage that has them."""
     write_megatron(tmp_path, tensor=2, pipeline=2)
     for file in tmp_path.glob("**/model_optim_rng.pt"):

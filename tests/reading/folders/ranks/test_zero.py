@@ -133,7 +133,7 @@ def test_a_folder_of_a_trainer_keeps_its_own_weights(tmp_path: Path) -> None:
     assert ckptfix.open_checkpoint(folder).keys() == ["w"]
 
 
-def test_weights_without_elements_beside_the_ranks_are_those_of_the_ranks(tmp_path: Path) -> None:
+def test_weights_without_elements_next_to_the_ranks_are_those_of_the_ranks(tmp_path: Path) -> None:
     """``save_pretrained`` under ZeRO 3, which gathers nothing."""
     write_zero3(tmp_path / TAG, TENSORS, world=2)
     torch.save({f"{key}.weight": torch.empty(0) for key in TENSORS}, tmp_path / "pytorch_model.bin")
@@ -607,7 +607,7 @@ def test_model_states_of_another_shape_than_the_masters_are_refused(tmp_path: Pa
         ckptfix.open_checkpoint(tmp_path)
 
 
-def test_model_states_beside_files_of_experts_are_not_whole(tmp_path: Path) -> None:
+def test_model_states_next_to_files_of_experts_are_not_whole(tmp_path: Path) -> None:
     folder, _ = unpacked("moe_w4_ep2", tmp_path)
     one = ckptfix.open_checkpoint(folder / TAG / "mp_rank_00_model_states.pt")
     assert one.keys() == ckptfix.open_checkpoint(folder).keys()
