@@ -28,7 +28,7 @@ from ckptfix.repairing import repair_to_load
 from ckptfix.rules import named
 from ckptfix.rules.following import Followed, ways
 from ckptfix.rules.origins import Change
-from ckptfix.rules.owners import with_owners
+from ckptfix.rules.position_names import with_owners
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,6 @@ _CHANGED = "changed while it was read; run the same command again"
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL."""
     scheme, found, _ = path.partition("://")
     return bool(found) and scheme.isalnum() and scheme not in ("file", "local")
 

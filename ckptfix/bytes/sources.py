@@ -35,8 +35,6 @@ class FileBytes(Struct, frozen=True, eq=False, gc=False):
 
 
 class MemoryBytes(Struct, frozen=True, eq=False):
-    """Bytes in memory."""
-
     buffer: bytes | bytearray | memoryview
 
     @property

@@ -63,7 +63,6 @@ class ReportWriter:
 
 
 def _form(name: str, console: Console) -> ReportFormat:
-    """Return the format with this name."""
     if name in ("full", "concise"):
         return _Lines(name == "full", console)
     if name == "json":

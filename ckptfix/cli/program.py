@@ -66,11 +66,9 @@ class Program(click.Group):
     """The group of all commands. Imports a command only when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of this name."""
         return _command(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(

@@ -106,6 +106,5 @@ class _Bars(Struct):
 
 
 def report_pause(reason: str, seconds: float) -> None:
-    """Report a pause of some seconds, and its reason."""
     if (watcher := _watcher.get()) is not None:
         watcher.waits(reason, seconds)

@@ -89,7 +89,6 @@ def apply_step(checkpoint: Checkpoint, step: Step, value_sources: ValueSources) 
 
 
 def _is_added(edit: Edit) -> bool:
-    """Return whether an edit adds a key."""
     return isinstance(edit, (Fill, Tie)) or (isinstance(edit, Adapt) and edit.source != edit.key)
 
 

@@ -285,7 +285,6 @@ class KnownStructures:
         return structure, next(model for model in structure.models if model.name == name)
 
     def structure(self, number: int) -> Structure:
-        """Return a structure by its number."""
         block, line, count, *words = self._lines[number].split(" ")
         models: list[Model] = []
         for word in words:

@@ -188,7 +188,6 @@ def _regex(line: ParsedRule, names: dict[str, str], stacked: Variable | None = N
 
 
 def _key(pattern: Pattern, names: dict[str, str]) -> str:
-    """Return the expression for a key."""
     return _text(
         [_literal(piece) if isinstance(piece, str) else f"{{{_value(piece, names)}}}" for piece in pattern.pieces]
     )

@@ -138,8 +138,6 @@ class Some(Struct, frozen=True):
 
 
 class Steps(Struct, frozen=True):
-    """The steps of a rule."""
-
     concat: Cut | None = None
     stack: bool = False
     rearrange: Rearrange | None = None
@@ -186,7 +184,6 @@ class Steps(Struct, frozen=True):
         return steps
 
     def texts(self) -> tuple[str, ...]:
-        """Return the steps as text."""
         axes = self.rearrange.text if self.rearrange else "swap" if self.swap else ""
         some = self.some.text if self.some else ""
         return tuple(filter(None, (

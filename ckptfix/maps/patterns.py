@@ -92,15 +92,12 @@ class Pattern(Struct, frozen=True, dict=True):
         return values
 
     def matches(self, key: str) -> bool:
-        """Return whether a key matches."""
         return self.match(key) is not None
 
     def key(self, values: Binding) -> str:
-        """Return the key for these values."""
         return "".join(piece if isinstance(piece, str) else piece.text(values[piece.name]) for piece in self.pieces)
 
     def renamed(self, names: Mapping[str, str]) -> Pattern:
-        """Return the pattern with its variables renamed."""
         pieces = (
             replace(piece, name=names.get(piece.name, piece.name)) if isinstance(piece, Variable) else piece
             for piece in self.pieces

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def text_lines(lines: Iterable[Line]) -> list[str]:
-    """Return lines as plain text."""
     return TextFormat().write(lines).splitlines()
 
 

@@ -30,7 +30,6 @@ _KEY_WIDTH = 60
 
 
 def full_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
-    """Yield the full report on one file."""
     yield headline(report, presentation)
     place = "" if report.container == "." else f", state_dict at {report.container}"
     target = f"target {report.target}" if report.target else f"no target to compare with ({presentation.target})"

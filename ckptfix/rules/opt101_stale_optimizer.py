@@ -69,8 +69,7 @@ from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_i
 from ckptfix.maps.positions import Naming, named_by_itself
 from ckptfix.rules.following import Followed, rivals, ways
 from ckptfix.rules.origins import NEW, Change
-from ckptfix.rules.owners import with_owners
-from ckptfix.rules.position_names import is_listed_anew, readings
+from ckptfix.rules.position_names import is_listed_anew, readings, with_owners
 from ckptfix.rules.rule import Context, Rule
 
 DROP = Remedy.of("drops it: training continues from the weights with new moments", drop_optimizer=True)

@@ -176,7 +176,6 @@ class Rule(Struct, frozen=True, dict=True):
 
     @property
     def manual(self) -> str:
-        """The manual of the rule."""
         return (self._module.__doc__ or "").strip()
 
     def is_wanted(self, settings: Settings) -> bool:
@@ -184,7 +183,6 @@ class Rule(Struct, frozen=True, dict=True):
         return self.wanted_by is not None and bool(getattr(settings, self.wanted_by))
 
     def propose(self, context: Context) -> Iterator[Finding]:
-        """Return the findings of the rule."""
         is_heard = self.needs.are_met(context)
         if is_heard and self.keys and not self.is_wanted(context.settings):
             is_heard = any(map(re.compile(self.keys).search, context.checkpoint.entries))

@@ -274,7 +274,6 @@ class LoadedModel(Struct):
         return Setting(self.device, self.seed, self.dtype if self.is_converted else None)
 
     def arguments(self, given: Iterable[Input]) -> Arguments:
-        """Return the arguments for this model."""
         return make_arguments(given, self.dtype, self.device, self.seed)
 
     def convert(self, dtype: torch.dtype) -> None:
@@ -318,7 +317,6 @@ class Pass(Struct, frozen=True):
         return replace(self, outputs=tuple((name, tensor.detach().cpu().clone()) for name, tensor in self.outputs))
 
     def noting(self, *notes: str) -> Pass:
-        """Return the pass with more notes."""
         return replace(self, outcome=replace(self.outcome, notes=(*self.outcome.notes, *notes)))
 
 

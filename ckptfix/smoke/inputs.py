@@ -219,7 +219,6 @@ class Arguments(Struct, frozen=True):
         return self.mapped(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
-        """Return the arguments with ``change`` applied to each tensor."""
         kwargs = {name: change(tensor) for name, tensor in self.kwargs.items()}
         return replace(self, args=tuple(map(change, self.args)), kwargs=kwargs)
 

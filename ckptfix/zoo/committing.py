@@ -131,7 +131,6 @@ class Committer:
             self.commit()
 
     def commit(self) -> None:
-        """Record the results so far."""
         group, self._waiting = self._waiting, []
         for done in self._written(group) if group else ():
             self._on_written(done)

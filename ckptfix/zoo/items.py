@@ -154,8 +154,6 @@ _RANK = re.compile(r"shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors")
 
 
 class ItemKind(str, Enum):
-    """What an item of a zoo is."""
-
     FILE = "file"  # a checkpoint in one file
     FOLDER = "folder"  # a checkpoint in several files, taken as a whole
     OTHER = "other"  # not a checkpoint
@@ -433,7 +431,6 @@ def _is_blob(name: str, caches: set[str]) -> bool:
 
 
 def _item(entry: Entry, files: Files, is_blob: bool) -> Item:
-    """Return the item of a single file."""
     looks, kind, fault = files.looks.get(entry.name), ItemKind.FILE, entry.fault
     if is_blob:
         kind, fault = ItemKind.OTHER, "a blob of a Hugging Face cache, which is in snapshots/ under its real name"

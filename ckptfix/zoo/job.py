@@ -138,5 +138,4 @@ class Done(Struct, frozen=True):
 
 
 def failed(job: Job, reason: str) -> Done:
-    """Return the result of a job that failed."""
     return Done(job.number, job.record(Outcome.FAILED, error=reason))

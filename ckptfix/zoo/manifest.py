@@ -233,7 +233,6 @@ class Record(Struct, frozen=True):
         return replace(self, **_BRIEF)
 
     def line(self) -> bytes:
-        """Return the line of the manifest."""
         return line_of(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
@@ -276,7 +275,6 @@ def free_name(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def version() -> str:
-    """Return the version of ckptfix."""
     return _installed("ckptfix") or "not installed"  # when it is imported from a source tree
 
 

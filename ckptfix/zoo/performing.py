@@ -367,7 +367,6 @@ def _way(job: Job, report: Report, remedies: Sequence[Remedy]) -> dict[str, Any]
 
 
 def first_command(decisions: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the first command of the decisions, None if there is none."""
     return next((decision["command"] for decision in decisions if decision["command"]), None)
 
 

@@ -134,7 +134,6 @@ class LocalPlace(Struct, frozen=True):
             raise explained(error, self.where(name), "removed") from error
 
     def where(self, name: str) -> str:
-        """Return the path of a file."""
         return str(self.root / name)
 
 
@@ -304,7 +303,6 @@ class RemotePlace(Struct, frozen=True):
         persistently(lambda: self._discard(system, path), self.where(name), "removed")
 
     def where(self, name: str) -> str:
-        """Return the URL of a file."""
         return f"{self.name.rstrip('/')}/{name}"
 
     def _send(self, system: AbstractFileSystem, file: Path, path: str) -> None:

@@ -218,7 +218,6 @@ class Group(Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its files."""
         return tuple(summary.name for summary in self.summaries)
 
 

@@ -57,13 +57,11 @@ _KEPT = {
 
 
 def names() -> list[str]:
-    """Return the names of the maps."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 @lru_cache
 def shipped(name: str) -> RenameMap:
-    """Return the shipped map of this name."""
     return RenameMap.from_json(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")), name)
 
 
