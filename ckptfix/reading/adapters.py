@@ -49,6 +49,7 @@ _ROLES = {
 # Roles that only files of one type have.
 _OF_TYPES = {name: kind for kind, method in METHODS.items() for name in method.roles if name not in _ROLES}
 _ROLES |= {name: role for method in METHODS.values() for name, role in method.roles.items()}
+_OF_TYPES["ranknum"], _ROLES["ranknum"] = "ADALORA", "ranknum"  # in a whole model
 # Roles of tensors that replace those of their module.
 _REPLACED = {"norm": "weight", "norm_bias": "bias"}
 _DIFFERENCES = frozenset(("diff", "diff_b"))
@@ -423,7 +424,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
     config = config or (noted if isinstance(noted, dict) else {})
     kind = str(config.get("peft_type")).upper()
     found: dict[tuple[str, str], dict[str, str]] = {}
-    shared: dict[str, str] = {}  # tensors that all layers use
+    shared: dict[str, str] = {}  # tensors that all layers use, and that each layer of a whole model has too
     names: set[str] = set()
     saved: dict[str, str] = {}
     for key in checkpoint.specs:
@@ -443,7 +444,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             continue
         role = _ROLES.get(match["role"] + (match["leaf"] or "")) or _ROLES[match["role"]]
         if kind in METHODS and match["module"] == "base_model":
-            shared[role] = key
+            shared |= {role: key, f"base_model.{role}": key}
             continue
         component = None if is_peft else _COMPONENT.match(match["module"])
         # Without the path of an adapter, the file may be a model with parameters of this name.

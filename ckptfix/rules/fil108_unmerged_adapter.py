@@ -93,6 +93,15 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
         does = f"a merge needs its {CONFIG}" if other in METHODS else does
         yield rule.finding(Level.NOTE, f"an adapter of the type {other}, and no model; {does}")
         return
+    if other in METHODS and any(_BASE in key for key in checkpoint.specs):
+        yield rule.finding(
+            Level.WARNING,
+            f"holds an adapter of the type {other} inside its base, never merged",
+            keys=[key for key in checkpoint.specs if is_foreign(adapter, key) and _BASE not in key],
+            remedies=(Remedy.of("merges it: name the file saved with the adapter", adapter=Placeholder(CONFIG)),),
+            blocks=Blocks.FILLING,
+        )
+        return
     if not adapter.layers:
         return
     kind, has_base = _kind(adapter), _has_base(checkpoint, adapter)
@@ -144,7 +153,8 @@ def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
     """Return whether the file also has the base: the weight of each adapted layer, and other weights."""
     stored = [key for key in checkpoint.specs if _BASE in key and key.endswith("weight")]
     bases = {key.partition(_BASE)[0] for key in stored}
-    adapted = {key for layer in adapter.layers for key in layer.keys.values()}
+    shared = {key for layer in adapter.layers for role, key in layer.keys.items() if role.startswith("base_model.")}
+    adapted = {key for layer in adapter.layers for key in layer.keys.values()} - shared
     within = (any(map(bases.__contains__, modules_of(key))) for key in adapted)
     others = (key for key in checkpoint.specs if key not in adapted and _BASE not in key)
     return bool(bases) and all(within) and any(key.endswith(".weight") for key in others)
@@ -364,7 +374,7 @@ def _kind(adapter: Adapter) -> str:
     rows = f" ({' or '.join(map(str, sorted(stacked)[:3]))} rows: one rank after another for each expert)"
     names = ("IA3", "DoRA", "LoHa", "LoKr", "LoRA", "TRAINABLE_TOKENS", "LN_TUNING")  # the first one is it
     kind = adapter.method.name if adapter.method else next(name for name in names if name in types)
-    article = "an" if kind in ("IA3", "LN_TUNING", "AdaLoRA") else "a"
+    article = "an" if kind in ("IA3", "LN_TUNING", "AdaLoRA", "OFT", "HRA") else "a"
     return f"{article} {kind} adapter" + f" of rank {common}" * bool(ranks) + (rows if stacked else "")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -313,6 +314,27 @@ def test_settings_that_do_not_go_together(tmp_path):
     (saved / "adapter_config.json").unlink()
     with pytest.raises(AdapterError, match="lora_alpha, which scales the change, is neither"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=saved)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (peft.VeraConfig(r=4, target_modules=["q", "fc"]), "VERA"),
+        (peft.AdaLoraConfig(init_r=4, total_step=9, target_modules=["q", "fc"]), "ADALORA"),
+        (peft.MissConfig(r=4, target_modules=["fc"]), "MISS"),
+    ],
+)
+def test_a_model_with_an_adapter_of_another_type_inside(given, kind, tmp_path):
+    adapter, whole = trained(given, tmp_path / "adapter"), tmp_path / "whole" / "model.pth"
+    whole.parent.mkdir()
+    torch.save(peft.PeftModel.from_pretrained(net(), adapter).state_dict(), whole)
+    (found,) = ckptfix.check(whole, select="FIL108").findings
+    assert found.message == f"holds an adapter of the type {kind} inside its base, never merged"
+    state, own = torch.load(whole), adapter / "adapter_config.json"
+    assert_same(ckptfix.repair_state_dict(state, adapter=own, select="FIL108")[0], merged_by_peft([adapter]))
+    shutil.copy(own, whole.parent)
+    (found,) = ckptfix.check(whole, select="FIL108").findings
+    assert re.match(f"holds an? {kind} adapter.* inside its base, never merged", found.message, re.IGNORECASE)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "lora_train_meta.json"], ids=["peft", "verl"])
