@@ -53,7 +53,7 @@ _QKV = re.compile(r".*\.(?:query_key_value|linear_qkv)\.(?:weight|bias)")
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 # Moments and masters by name, and the empty extra states of layers in a folder of torch_dist.
 _MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
-_NOTHING = re.compile(r"_extra_state/shard_\d+_\d+$")
+_NOTHING = re.compile(r"_extra_state/shard_[\d.]+_[\d.]+$")  # with a second number if layers have experts
 # Masters and moments in unnamed buckets (`dp_reshardable`), with uninitialised memory between them.
 _BUCKETS = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed)\..+")
 _BESIDE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")

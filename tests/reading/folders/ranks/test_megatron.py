@@ -443,7 +443,8 @@ def write_torch_dist(
         "optimizer": {"param_groups": groups, "state": {} if step is None else {"common_step": torch.tensor(step)}}
     }
     common = {"args": Namespace(num_layers=LAYERS), "iteration": 3, "optimizer": optimizer}
-    inside = {"common_state/shard_0_1": [common]} if is_in_chunks else {}
+    inside: dict[str, Any] = {"common_state/shard_0_1": [common]} if is_in_chunks else {}
+    inside |= {f"decoder.layers.mlp.linear_fc1._extra_state/shard_{place}": [None] for place in ("0_2", "0.1_2.4")}
     save_dcp({**saved, **inside, **changed}, checkpoint_id=folder)
     if not is_in_chunks:
         torch.save(common, folder / "common.pt")
