@@ -287,18 +287,18 @@ def _begins_with(names: Iterable[str], message: str) -> bool:
 
 
 # What torch, CUDA and the system say when memory runs out; they have no common exception for it.
-_OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "Cannot allocate memory")
+_OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc")
 
 
 def _too_little(error: Exception) -> str:
     """Return the message for an error that the machine caused, and not a bug of ckptfix; otherwise an empty text."""
     if any(words in str(error) for words in _OUT_OF_MEMORY):
         return f"not enough memory ({str(error).splitlines()[0]})"
-    if isinstance(error, ImportError):
+    if isinstance(error, (ImportError, SystemError)):  # SystemError: an import in C that ran out of memory
         # If a shared library does not load, the error has no name: take the package whose import was under way.
         files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
         begun = [file.parent.name for file in files if file.name == "__init__.py"]
-        for part in ((error.name or "").partition(".")[0], *begun):
+        for part in ((getattr(error, "name", None) or "").partition(".")[0], *begun):
             if part in _PARTS:
                 return f"this needs {part}, which cannot be imported ({error})"
     return ""
