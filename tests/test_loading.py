@@ -42,7 +42,7 @@ def test_a_load_writes_no_file(setting: str, tmp_path: Path) -> None:
 
 
 class Stubborn(nn.Linear):
-    """Raises what it was told to from its own hook."""
+    """Raise a given error from its own hook."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(2, 2)

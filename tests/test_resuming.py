@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 class LayerNorm(Layer):
-    """What the older Hugging Face Trainer tells by its class."""
+    """What the older Hugging Face Trainer decides by a parameter's class."""
 
 
 def built(shapes: Shapes) -> nn.Module:
@@ -214,7 +214,7 @@ def biases_last(model: nn.Module) -> Any:
 
 SAVED: dict[str, Saved] = {
     "plain": Saved(all_in_one),
-    "head-and-rest": Saved(part_and_kind, refused=frozenset(("reorder",))),  # beside another of the same shape
+    "head-and-rest": Saved(part_and_kind, refused=frozenset(("reorder",))),  # next to another of the same shape
     "biases": Saved(biases_last),
     "trainer-5": Saved(by_decay(decays), as_trainer, of_trainer),
     "trainer-4": Saved(by_decay(decayed_before), as_trainer, of_trainer),
@@ -421,7 +421,7 @@ SIZES = [(2, 3), (3, 2), (2, 2), (2,), (3,)]
 def random_edits(draw: random.Random, old: dict[str, Shapes], may_move: bool) -> tuple[list[str], Any, dict[str, Any]]:
     """Return the modules of the result in order, the parameters that they are made of, and the settings of a repair.
 
-    A module of the result is told by its name in ``made``: its shapes, and how its tensors follow from the old ones."""
+    ``made`` describes each module of the result by name: its shapes, and how its tensors follow from the old ones."""
     order, made = list(old), {name: (shapes, "same", name) for name, shapes in old.items()}
     rules: list[MapRule] = []
     renamed: list[str] = []
@@ -671,7 +671,7 @@ def test_an_optimizer_is_loaded_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_container_in_memory_is_one_as_in_a_file(tmp_path: Path) -> None:
-    """``torch.load`` has read it already; a random state beside the weights does not make it a state_dict."""
+    """``torch.load`` has read it already; a random state next to the weights does not make it a state_dict."""
     model = Layers("a", "b")
     optimizer = adamw(model)
     trained_file(tmp_path / "run.pth", model, optimizer, "module.")
@@ -744,7 +744,7 @@ def test_an_optimizer_stays_as_it_was_if_the_models_own_hook_fails(tmp_path: Pat
 
 
 def test_groups_that_a_script_makes_otherwise_are_reported_and_load_in_it(tmp_path: Path) -> None:
-    """Vectors and matrices were two groups; of a kernel, nothing tells whether it is one of the matrices or a third."""
+    """Vectors and matrices were two groups; nothing shows whether a kernel belongs to the second or to a third."""
 
     def by_axes(model: nn.Module) -> torch.optim.Optimizer:
         groups: dict[int, list[nn.Parameter]] = {}
@@ -771,7 +771,7 @@ def test_groups_that_a_script_makes_otherwise_are_reported_and_load_in_it(tmp_pa
 
 
 class Alike(nn.Module):
-    """Layers of equal shapes, of which only the order tells the state apart."""
+    """Layers of equal shapes: only the order shows whose state is whose."""
 
     def __init__(self, names: str) -> None:
         super().__init__()
@@ -795,7 +795,7 @@ def test_an_optimizer_of_the_same_script_takes_no_recipe(tmp_path: Path, groups:
     trained_file(tmp_path / "run.pth", model, optimizer, "module.")
     assert ckptfix.load(new, tmp_path / "run.pth", optimizer=own).exit_code == 0
     assert moments_of(new, own) == moments_of(model, optimizer) != {}
-    # in another order of the model, nothing tells whose the moments are
+    # in another order of the model, nothing shows whose the moments are
     other = Alike("acbd")
     before = {key: value.clone() for key, value in other.state_dict().items()}
     with pytest.raises(TargetError, match=r"ways to identify the parameters of optimizer fit, and they differ"):

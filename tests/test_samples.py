@@ -123,7 +123,7 @@ def test_nan_running_var_loads_and_computes_nothing(samples: Path) -> None:
     model.eval()
     assert model(torch.randn(2, 3, 32, 32)).isnan().all()
     model.train()
-    assert model(torch.randn(2, 3, 32, 32)).isfinite().all()  # so nobody notices while training
+    assert model(torch.randn(2, 3, 32, 32)).isfinite().all()  # so it is not noticed in training
 
 
 def test_decayed_aux_head_shrank_as_its_optimizer_says(samples: Path) -> None:
@@ -167,7 +167,7 @@ def test_namespace_args_needs_unsafe_loading_and_has_a_prefix(samples: Path) -> 
 
 
 def assert_same(built: Any, shipped: Any) -> None:
-    """Equal, but for what training amplifies: another CPU sums in another order, so trained tensors agree in size."""
+    """Equal, except for what training amplifies: other CPUs sum in another order, so trained tensors agree in their RMS."""
     if isinstance(shipped, nn.Module):
         assert_same(built.state_dict(), shipped.state_dict())
     elif isinstance(shipped, dict):

@@ -228,7 +228,7 @@ print(json.dumps([said, peak() - start if start else 0]))
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path, int]:
-    """What is said of each that is refused, one after the other in one process; the folder for temporary files; and
+    """The message for each file that is refused, all in one process; the folder for temporary files; and
     the kilobytes that the process had in addition."""
     folder = tmp_path_factory.mktemp("refused")
     (folder / "scratch").mkdir()

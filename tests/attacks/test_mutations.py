@@ -211,7 +211,7 @@ def test_damage_in_a_folder_ends_in_a_checkpoint_or_a_typed_error(tmp_path):
 
 
 def campaign(chosen: list[Path], rounds: int, seed: int, place: Path) -> int:
-    """Return how many files were tried. A failure leaves its file behind and prints the seed."""
+    """Return how many files were tried. A failure keeps its file and prints the seed."""
     tried = 0
     for path in chosen:
         content = path.read_bytes()

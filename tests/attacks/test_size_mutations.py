@@ -1,4 +1,4 @@
-"""A small sample of damage that changes the size of a safetensors file: nothing wrong comes out without a word.
+"""A small sample of damage that changes the size of a safetensors file: nothing wrong is written without a finding.
 
 What the file was is known here. Each tensor that is written either has its bytes or is named in a finding that stays,
 and where all is said to be well, all is there."""

@@ -179,8 +179,8 @@ def test_another_set_is_offered_without_the_repairs_of_this_one(tmp_path, monkey
 
 
 def test_the_command_for_a_foreseen_optimizer_brings_it_in_step(tmp_path, monkeypatch, capsys):
-    """The head is still the old one when the optimizer is looked at. With ``--like`` there is nothing to fill it with,
-    and a command that only speaks of the optimizer would do nothing."""
+    """The head is still the old one when the optimizer is checked. With ``--like`` there is nothing to fill it with,
+    and a command that only repairs the optimizer would do nothing."""
     monkeypatch.chdir(tmp_path)
     code = "from torch import nn\n\ndef make(size=3):\n    return nn.Sequential(nn.Linear(30, 4), nn.Linear(4, size))\n"
     Path("wider_head.py").write_text(code)

@@ -405,7 +405,7 @@ def test_the_inverse_undoes_renames(case):
 def test_a_plain_save_fits_the_wrapped_model(case):
     model, other, saved = case
     names = [bare(key) for key in model.state_dict()]
-    assume(len(set(names)) == len(names))  # `a` beside `module.a` may have two places in a model wrapped inside
+    assume(len(set(names)) == len(names))  # `a` next to `module.a` may have two places in a model wrapped inside
     repaired, report = ckptfix.repair_state_dict(model.state_dict(), other, values=False)
     assert set(repaired) == set(saved)
     assert report.exit_code == 0

@@ -60,7 +60,7 @@ def sparse_safetensors(file: Path, tensors: int, nbytes: int) -> None:
 
 
 def sparse_pth(file: Path, tensors: int, nbytes: int) -> None:
-    """The same by torch itself, which leaves the storages out; memory that nobody touches is none."""
+    """The same by torch itself, which leaves the storages out; memory that is never touched takes no space."""
     state_dict = {f"module.layers.{n}.weight": torch.empty(nbytes // 4096, 1024) for n in range(tensors)}
     with torch.serialization.skip_data():
         torch.save({"state_dict": state_dict, "epoch": 3}, file)

@@ -15,7 +15,7 @@ from ckptfix.report.style import TextFormat
 
 
 def training_checkpoint() -> Checkpoint:
-    """A container with a tied pair, a view of a large tensor, an entry that is no tensor, and more beside it."""
+    """A container with a tied pair, a view of a large tensor, an entry that is not a tensor, and other entries."""
     embedding = torch.zeros(20, 8)
     state_dict: OrderedDict[str, object] = OrderedDict(
         {"emb.weight": embedding, "dec.weight": embedding, "dec.bias": torch.zeros(1000)[:20], "n": torch.tensor(3)}

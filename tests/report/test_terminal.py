@@ -85,7 +85,7 @@ def test_full_report_of_a_check():
     assert "KEY102 wrapper-prefix error [fixable]\n" in text
     assert "done:" not in text
     assert "written:" not in text
-    assert text.count("--like") == 1  # beside the figures of the file; there is no coverage to speak of
+    assert text.count("--like") == 1  # next to the figures of the file; there is no coverage to report
     assert text.endswith("  run: ckptfix repair resnet.pth\n")
 
 

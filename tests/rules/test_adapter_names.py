@@ -78,7 +78,7 @@ def test_another_base_is_refused(change, says, tmp_path):
     [("SCB", True), ("weight_scale", True), ("weight.absmax", True), ("W_q", False)],
 )
 def test_a_base_whose_formula_is_known_can_become_floats_first(beside, is_named, tmp_path):
-    """The codes of FSDP's four bits have a dtype of floats; their shape is no other model."""
+    """FSDP's codes of four bits have a dtype of floats; their shape does not mean another model."""
     adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
     codes = torch.ones(528, 1).bfloat16() if beside == "weight.absmax" else torch.ones(33, 32).char()
     base = {**net().state_dict(), "q.weight": codes, f"q.{beside}": torch.ones(33)}
@@ -137,7 +137,7 @@ def test_of_several_components_the_largest_names_the_layers_that_are_not_there(t
 
 
 def test_names_with_underscores_for_dots(tmp_path):
-    """A kohya file without alpha scales by one; two modules that it cannot tell apart are refused."""
+    """A kohya file without alpha scales by one; two modules with equal names in this form are refused."""
     base = {"a.b_c.weight": torch.randn(6, 4), "a.d.weight": torch.randn(6, 4)}
     one, two = torch.randn(2, 4), torch.randn(6, 2)
     save_file(
@@ -168,7 +168,7 @@ def test_an_adapter_with_fewer_layers_than_its_configuration_names_is_refused(on
         LORA(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=only), tmp_path / "adapter", make=language
     )
     base = language().state_dict()
-    # A tower that the prefix of the base sets apart, and a layer that transformers leaves out.
+    # A tower that has a prefix in the base, and a layer that transformers leaves out.
     base = {f"text.{key}": value for key, value in base.items()} | {"vision.layers.0.q_proj.weight": torch.ones(8, 8)}
     base |= {f"text.model.layers.2.{name}.weight": torch.ones(8, 8) for name in ("eh_proj", "mlp.q_proj", "q_proj")}
     ckptfix.repair_state_dict(base, adapter=adapter)

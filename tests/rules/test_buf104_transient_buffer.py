@@ -21,7 +21,7 @@ IDS = torch.arange(8)[None]
 
 
 class Embeddings(nn.Module):
-    """An embedding beside a buffer of some name."""
+    """An embedding and a buffer with a given name."""
 
     def __init__(self, name: str | None = None, value: torch.Tensor = IDS, persistent: bool = True) -> None:
         super().__init__()

@@ -261,7 +261,7 @@ def test_a_tensor_made_of_parts_is_named_before_and_after_it_is_taken_apart(tmp_
 
 
 def rebuild_oddly(*args: Any) -> None:
-    """A function of somebody's own, which makes tensors of storages."""
+    """A function of the user's own, which makes tensors from storages."""
 
 
 class Odd:
@@ -294,7 +294,7 @@ def test_a_nested_tensor_is_left_unchanged(value, tmp_path):
     report = ckptfix.check(path)
     assert [(finding.code, finding.level) for finding in report.findings] == [("FIL102", Level.NOTE)]
     assert ckptfix.repair(path, beside=True).report.exit_code == 0
-    for dry_run in (True, False):  # who asks for a file is told that there is none
+    for dry_run in (True, False):  # a file that was asked for and is not needed is reported
         report = ckptfix.repair(path, output=tmp_path / "out.pth", dry_run=dry_run).report
         assert [finding.level for finding in report.left] == [Level.WARNING]
     assert not (tmp_path / "out.pth").exists()

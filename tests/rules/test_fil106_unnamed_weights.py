@@ -1,4 +1,4 @@
-"""FIL106: what of a module is no part of its state_dict is said."""
+"""FIL106: parts of a module that its state_dict lacks are reported."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -220,7 +220,7 @@ FACTORS = st.tuples(st.integers(1, 3), st.integers(-12, 12), st.sampled_from((1.
 )
 @settings(max_examples=30, deadline=None)
 def test_unmerge_keeps_to_the_bound_that_it_prints(adapters, dtype, is_peft, scale, seed):
-    """Whatever the sizes of the changes beside the weights, in any number of adapters, down to subnormals."""
+    """With changes of any size relative to the weights, in any number of adapters, down to subnormals."""
     generator = torch.Generator().manual_seed(seed)
     base = (torch.randn(20, 24, generator=generator) * 2.0**scale).to(dtype)
     with TemporaryDirectory() as folder:
@@ -565,7 +565,7 @@ def test_the_files_of_trainers_have_the_bits_of_diffusers(dtype, tmp_path):
         repaired, report = ckptfix.repair_state_dict(base, adapter=path, select="FIL108")
         assert_same(repaired, want)
         assert report.findings[0].evidence.get("left", {}) == ({"lora_te": 1} if "kohya" in path.name else {})
-    # These names have no alpha: the rank stands for it.
+    # These names have no alpha: the rank is taken for it.
     repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "processors.safetensors", select="FIL108")
     plain = {key: value for key, value in kohya.items() if "alpha" not in key}
     save_file(plain, tmp_path / "plain.safetensors")
@@ -606,7 +606,7 @@ def merged_into_both(base, map_name, adapter, file):
 
 @pytest.mark.slow
 def test_an_adapter_of_sdxl_and_a_base_with_the_names_of_others(tmp_path):
-    """Kohya trains the UNet of the authors; diffusers and the one file of the authors take the adapter alike."""
+    """Kohya trains the UNet of the authors; the adapter fits diffusers and the single file of the authors."""
     from diffusers import UNet2DConditionModel
     from diffusers.loaders import StableDiffusionXLLoraLoaderMixin as Loader
 

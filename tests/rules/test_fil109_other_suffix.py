@@ -41,7 +41,7 @@ def test_noop_the_formats_own_suffix(tmp_path, name):
     ("name", "is_safetensors"), [("a.pth", True), ("a.Bin", True), ("a.ckpt", True), ("a.safetensors", False)]
 )
 def test_a_suffix_of_the_other_format_is_written_as_its_name_promises(tmp_path, name, is_safetensors):
-    """The reader that the suffix stands for refuses the file and loads what a plain repair makes of it."""
+    """The reader of files with this suffix refuses the file and loads the result of a plain repair."""
     path = saved(tmp_path / name, is_safetensors)
     load: Any = torch.load if is_safetensors else load_file
     with pytest.raises((pickle.UnpicklingError, SafetensorError)):

@@ -157,7 +157,7 @@ def test_a_part_next_to_the_weights(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
 def test_another_file_of_an_archive(tmp_path: Path, method: int) -> None:
-    """stable-baselines3 keeps its optimizer and settings beside the policy, and loads all of them."""
+    """stable-baselines3 keeps its optimizer and settings next to the policy, and loads all of them."""
     whole, state_dict = _saved(tmp_path)
     with zipfile.ZipFile(tmp_path / "agent.zip", "w", method) as archive:
         archive.write(whole, "policy.pth")

@@ -1,4 +1,4 @@
-"""FIL203: what is lost of a damaged file is said, and filled only from a donor."""
+"""FIL203: what a damaged file has lost is reported, and filled only from a donor."""
 
 import gzip
 import io
@@ -22,7 +22,7 @@ from tests.rules.proposals import context
 
 
 def _cut(folder: Path, state_dict: dict[str, torch.Tensor], before: str) -> Path:
-    """The file of a state_dict, and beside it the same cut short in the tensor of a key."""
+    """The file of a state_dict, and a copy that is cut short in the tensor of a key."""
     torch.save(state_dict, folder / "whole.pth")
     data = (folder / "whole.pth").read_bytes()
     (folder / "cut.pth").write_bytes(data[: data.index(bytes_of(state_dict[before])) + 4])

@@ -115,7 +115,7 @@ def _positions() -> torch.Tensor:
 
 
 def _young_head(classes: int, inputs: int, steps: int = 5, lr: float = 1e-3) -> torch.Tensor:
-    """A last layer that started at zero, after a few steps on few of its classes: the other rows are nearly alike."""
+    """A last layer that started at zero, after a few steps on few of its classes: the other rows are nearly equal."""
     torch.manual_seed(0)
     body, head = torch.nn.Linear(64, inputs), torch.nn.Linear(inputs, classes)
     torch.nn.init.zeros_(head.weight)

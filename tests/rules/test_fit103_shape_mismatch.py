@@ -182,7 +182,7 @@ def test_nothing_is_filled_for_axes_in_another_order(stored, wanted):
 
 
 def test_nothing_is_filled_where_most_matrices_are_transposed():
-    """A head of another size beside them does not make the square ones right, which fit as they are."""
+    """Next to transposed matrices, a head of another size does not make square ones, which fit as they are, right."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 5))
     state = {key: value.t() if value.dim() == 2 else value for key, value in model.state_dict().items()}
     state |= {"3.weight": torch.ones(7, 4), "3.bias": torch.ones(7)}
@@ -223,7 +223,7 @@ def test_a_tensor_of_any_other_shape_is_reported(shape):
 
 
 def test_a_rank_of_tensor_parallelism_gets_no_recipe_for_its_words():
-    """Half of the words beside half of each layer: to pad the words would leave the rest as it is."""
+    """Half of the words and half of each layer: padding the words would not repair the rest."""
     layers = {"up": nn.Linear(8, 32), "down": nn.Linear(32, 8), "lm_head": nn.Linear(8, 64, bias=False)}
     model = nn.ModuleDict({"embed_tokens": nn.Embedding(64, 8), **layers})
     rank = {key: value.chunk(2, dim=int(key == "down.weight"))[0] for key, value in model.state_dict().items()}

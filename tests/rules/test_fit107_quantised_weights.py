@@ -63,7 +63,7 @@ def test_8_bit_floats_in_squares():
 
 
 def test_8_bit_floats_as_torch_reads_them(tmp_path):
-    """``QuantizedHuggingFaceStorageReader`` of torch 2.9 and later, beside the file that is written."""
+    """``QuantizedHuggingFaceStorageReader`` of torch 2.9 and later, compared with the file that is written."""
     dcp = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage", reason="torch 2.9 or later")
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -168,7 +168,7 @@ def test_what_has_no_known_formula_is_never_written_as_weights(name, values, tmp
 
 
 def test_codes_of_another_shape_are_not_another_model():
-    """Packed codes have fewer columns: to name another model is no advice."""
+    """Packed codes have fewer columns: naming another model would not help."""
     report = ckptfix.check(_packed(net(), REFUSED["MLX"]), net())
     assert "FIT103" not in {finding.code for finding in report.findings}
 
@@ -279,7 +279,7 @@ def test_the_configuration_of_quantised_weights_is_named(tmp_path):
     report = ckptfix.check(tmp_path, FourBits())
     shown = "\n".join(map(str, report_lines(report)))
     assert "remove `quantization_config` from config.json" in shown
-    assert "unsafe_fixes=True" in shown.splitlines()[-1]  # a command, although the parts beside codes do not fit
+    assert "unsafe_fixes=True" in shown.splitlines()[-1]  # a command, although the parts next to codes do not fit
 
 
 class Quantised(nn.Module):
@@ -325,7 +325,7 @@ def test_nothing_is_multiplied_unless_asked():
 
 
 def test_what_the_fix_multiplies_has_no_other_advice():
-    """The scales are unexpected keys, too: to dequantise them elsewhere is no advice beside the command."""
+    """The scales are unexpected keys, too: with a command, dequantising them elsewhere is not advised."""
     more = {"0.weight_format": torch.tensor(0, dtype=torch.uint8)}
     shown = "\n".join(map(str, report_lines(ckptfix.check(bitsandbytes(net(), **more), net()))))
     assert "the fix of FIT107 covers these keys" in shown

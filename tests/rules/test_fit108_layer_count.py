@@ -13,7 +13,7 @@ from tests.rules.proposals import propose, repaired
 
 
 def model(depth: int, width: int = 4) -> nn.Module:
-    """An encoder with a norm beside its layers, which have counters: tensors without an axis."""
+    """An encoder with a norm next to its layers, which have counters: tensors without an axis."""
     layers = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(depth)]
     for n, layer in enumerate(layers):
         layer.state_dict()["0.weight"].fill_(n)

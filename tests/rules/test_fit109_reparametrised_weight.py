@@ -195,7 +195,7 @@ def test_the_axis_of_a_square_kernel_needs_a_model(tmp_path) -> None:
 
 
 def test_a_part_is_never_renamed_to_the_weight(tmp_path) -> None:
-    """Its values are alike, and its shape is the same."""
+    """Its values are similar, and its shape is the same."""
     model = with_parts(weight_norm, "023")
     torch.save(plain().state_dict(), tmp_path / "plain.pth")
     for like in ({"like": tmp_path / "plain.pth"}, {"model": plain()}):

@@ -16,7 +16,7 @@ COUNT = torch.tensor(3)
 
 
 class Named(nn.Module):
-    """A model with a submodule that is really named ``module``, and perhaps its twin beside it."""
+    """A model with a submodule that is really named ``module``, and perhaps the same weights without that prefix."""
 
     def __init__(self, twin: bool = False) -> None:
         super().__init__()

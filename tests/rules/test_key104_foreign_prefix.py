@@ -131,7 +131,7 @@ def test_query_and_key_encoder_are_shown_and_not_guessed(rest):
 
 
 def test_twins_of_which_neither_is_whole_are_not_mixed():
-    """Each branch lacks what the other has: taking both would make a model that nobody trained."""
+    """Each branch lacks what the other has: taking both would make a model that was never trained."""
     first, second = net().state_dict(), net().state_dict()
     state = {
         **{f"a.{key}": value for key, value in first.items() if key != "3.bias"},
@@ -154,7 +154,7 @@ def test_a_small_rival_that_lost_supplies_nothing():
 
 
 def test_a_whole_set_wins_over_a_part():
-    """A teacher without a head beside the student that is the model."""
+    """A teacher without a head next to the student, which is the model."""
     state = {
         **prefixed(net().state_dict(), "student."),
         **prefixed({key: value for key, value in net().state_dict().items() if not key.startswith("3.")}, "teacher."),
@@ -173,7 +173,7 @@ def test_a_whole_set_wins_over_a_part():
     ],
 )
 def test_a_part_of_a_second_set_is_not_another_part_of_the_first(model, missing):
-    """The average of another part with the same inner names and shapes lies ready for the one that is gone."""
+    """The average of another part has the same inner names and shapes as the missing one, and is not taken for it."""
     state = {key: value for key, value in model.state_dict().items() if not key.startswith(missing)}
     assert propose(foreign_prefix, {**state, **prefixed(state, "ema.")}, model) == []
 

@@ -293,7 +293,7 @@ def _spelled(state: Any, front: str, between: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("classes", [3, 5], ids=["the same head", "another head"])
 @pytest.mark.parametrize(("front", "between"), [("", "_"), ("ema_", "_"), ("params/", "/")])
 def test_names_with_another_sign_for_their_dots(front, between, classes):
-    """The file is sorted, and the blocks of a stage are alike: only the names say which is which."""
+    """The file is sorted, and the blocks of a stage are equal: only the names show which is which."""
     source, target = Stages(), Stages()
     target.fc = nn.Linear(8, classes)
     with torch.no_grad():

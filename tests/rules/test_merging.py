@@ -55,7 +55,7 @@ def test_what_the_matrices_alone_do_not_say_is_refused(config, says, tmp_path):
     assert "\n" not in str(caught.value)
     report = ckptfix.check(adapter)
     errors = [re.search(says, found.message) for found in report.findings if found.level is Level.ERROR]
-    # What only the merge refuses is no fault of the adapter.
+    # What only the merge refuses is not a defect of the adapter.
     if config.keys() & {"peft_type", "layer_replication", "alora_invocation_tokens", "modules_to_save"}:
         assert errors == []
     else:
@@ -87,7 +87,7 @@ def test_an_adapter_that_is_not_finite_is_refused(value, tmp_path):
     ],
 )
 def test_an_adapter_of_another_dtype_is_refused(key, dtype, says, tmp_path):
-    """Half of a complex number, or whole numbers, would be merged in silence; smaller floats are as peft casts them."""
+    """Half of a complex number, or whole numbers, would be merged silently; smaller floats are as peft casts them."""
     adapter = trained(LORA(r=4, target_modules=LINEAR, modules_to_save=["head"]), tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"
     tensors, name = load_file(file), f"base_model.model.{key}"
@@ -935,7 +935,7 @@ def test_a_square_conv1d_of_which_nothing_else_says_so_is_refused(tmp_path):
 
 
 def test_a_head_that_is_tied_to_its_embedding(tmp_path):
-    """One tensor takes the change of both, as in peft, which is said; a file that lacks the head is refused."""
+    """One tensor takes the change of both, as in peft, which is reported; a file that lacks the head is refused."""
     adapter = trained(LORA(r=4, target_modules=["lm_head"]), tmp_path / "adapter", make=language)
     base = language().state_dict()
     repaired, report = ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")
@@ -1096,7 +1096,7 @@ def test_a_head_of_its_own_takes_nothing_of_what_it_was_tied_to(more, tmp_path):
 
 @pytest.fixture
 def adapted(tmp_path, monkeypatch):
-    """The file of a base and an adapter of it, merged in many blocks; what is written lies in a folder of its own."""
+    """The file of a base and an adapter of it, merged in many blocks; the output has a folder of its own."""
     monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
     save_file(net().state_dict(), tmp_path / "base.safetensors")
     (tmp_path / "out").mkdir()
@@ -1182,7 +1182,7 @@ def test_a_merge_on_a_full_disk_ends_in_one_line(adapted, monkeypatch):
     ],
 )
 def test_a_module_that_the_base_has_by_another_name_is_not_added_next_to_it(saved, base, other, tmp_path):
-    """Written beside the old one, it would be what a load leaves out."""
+    """Written next to the old one, it would be left out by a load."""
     tensors = {f"q.lora_{side}.weight": torch.ones(8, 8) for side in "AB"} | {saved: torch.randn(8, 8)}
     save_file(
         {f"base_model.model.{key}": value for key, value in tensors.items()}, tmp_path / "adapter_model.safetensors"
@@ -1200,7 +1200,7 @@ def test_a_module_that_the_base_has_by_another_name_is_not_added_next_to_it(save
 
 @pytest.mark.parametrize("name", ["wte", "embed_tokens"])
 def test_a_head_is_tied_to_a_new_embedding_only_if_peft_has_tied_it(name, tmp_path):
-    """With ``ensure_weight_tying``, peft saves the head beside the embeddings that it ties, which are not all."""
+    """With ``ensure_weight_tying``, peft also saves the head if it ties the embeddings, which depends on their name."""
     import transformers
 
     small = {"bos_token_id": 1, "eos_token_id": 1, "vocab_size": 20}

@@ -195,7 +195,7 @@ def assert_in_step(model: nn.Module, optimizer: torch.optim.Optimizer, new: str 
 
 
 class Decoder(nn.Module):
-    """Tables, layers that are all alike, and a head."""
+    """Tables, equal layers, and a head."""
 
     def __init__(self, layers: int, head: bool = True) -> None:
         super().__init__()
@@ -322,12 +322,12 @@ def test_fused_momentum_begins_with_zeros(tmp_path):
         torch.testing.assert_close(one, other)
 
 
-# What cannot be told
+# What cannot be found out
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class Same(nn.Module):
-    """Layers that are all alike: only their order tells them apart."""
+    """Equal layers: only their order distinguishes them."""
 
     def __init__(self, names: str = "abc", bias: bool = False) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ def test_an_order_of_the_model_alone_is_not_silence(tmp_path, names):
 @pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("bias", [False, True], ids=["a-group-for-each-layer", "a-group-for-each-parameter"])
 def test_groups_that_may_be_in_reverse_are_left_unchanged(tmp_path, bias, is_dropped):
-    """From the top down: of layers of equal shapes, no moment tells."""
+    """From the top down: the moments of layers with equal shapes do not show the order."""
     model = Same("abc", bias)
     layers = reversed([*model.children()])
     groups = [{"params": [one], "lr": 0.1 + n} for n, layer in enumerate(layers) for one in layer.parameters()]
@@ -389,7 +389,7 @@ def test_groups_that_may_be_in_reverse_are_left_unchanged(tmp_path, bias, is_dro
 
 
 def test_groups_that_a_script_lists_as_it_meets_them_do_not_follow_a_model_in_another_order(tmp_path):
-    """Of groups whose shapes tell them apart: a script of its own may list them in a fixed order or not."""
+    """For groups that differ in shapes: the user's own script may list them in a fixed order or not."""
 
     def made(names: tuple[str, ...]) -> nn.Module:
         neck = nn.Sequential(nn.LayerNorm(2, bias=False), nn.Linear(3, 4))
@@ -409,7 +409,7 @@ def test_groups_that_a_script_lists_as_it_meets_them_do_not_follow_a_model_in_an
 
 @pytest.mark.parametrize("is_renamed", [False, True])
 def test_groups_by_name_do_not_follow_other_names(tmp_path, is_renamed):
-    """Nothing tells whether the script still sorts by the old ones."""
+    """Nothing shows whether the script still sorts by the old ones."""
 
     def made(name: str, layers: int) -> nn.Module:
         sizes = {"c": 2, name: 3, "b": 4, "d": 5}
@@ -575,7 +575,7 @@ def test_an_order_of_few_scripts_is_named_if_it_fits_as_well(tmp_path, shapes, d
 
 
 def test_a_norm_that_the_model_no_longer_has_is_one_by_its_name(tmp_path):
-    """Only its class tells the Trainer's rule that the weight of ``ln_f`` does not decay."""
+    """Only its class shows, by the Trainer's rule, that the weight of ``ln_f`` does not decay."""
     old, new = Listed(a=(3, 2), ln_f=(3,), b=(4, 3)), Listed(a=(3, 2), b=(4, 3))
     decayed = {name for name, _ in old.named_parameters() if not ("bias" in name or name.startswith("ln"))}
     groups = [
@@ -658,7 +658,7 @@ def test_a_new_parameter_in_an_order_of_the_users_own_has_no_known_place(tmp_pat
 
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_names_in_an_order_of_the_users_own_do_not_follow_a_model_in_another(tmp_path, is_sorted):
-    """The head comes first in the optimizer; what the script makes of the other model, nothing tells. Sorted keys do
+    """The head comes first in the optimizer; nothing shows what the script makes of the other model. Sorted keys do
     not say either that it is another one."""
     model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in ("one", "two", "head")))
     optimizer = torch.optim.AdamW(sorted(model.named_parameters(), key=lambda pair: pair[0][:4] != "head"))
@@ -674,7 +674,7 @@ def test_names_in_an_order_of_the_users_own_do_not_follow_a_model_in_another(tmp
 
 @pytest.mark.parametrize("is_of_trainer", [True, False])
 def test_groups_by_name_and_in_the_order_of_the_model_are_distinguished(tmp_path, is_of_trainer):
-    """minGPT sorts names and the Trainer does not: where both fit and differ, only a file of the trainer tells."""
+    """minGPT sorts names and the Trainer does not: where both fit, only a file of the trainer shows which it was."""
     layers: dict[str, nn.Module] = {name: nn.Linear(4, 4) for name in ("b", "a", "last")}
     layers["table"] = nn.Embedding(5, 4)  # which does not decay in minGPT, but in another script that sorts
     model, target = (nn.Sequential(OrderedDict(copy.deepcopy(layers))) for _ in range(2))
@@ -934,7 +934,7 @@ def test_a_saved_plan_without_the_optimizer_is_not_silent(tmp_path):
 
 
 def layers(*names: str) -> nn.ModuleDict:
-    """Return layers of one shape, except for ``wide``: only their order tells the rest apart."""
+    """Return layers of one shape, except for ``wide``: only their order distinguishes the rest."""
     return nn.ModuleDict({name: nn.Linear(4, 4 + (name == "wide")) for name in names})
 
 

@@ -1,4 +1,4 @@
-"""The state of low-bit optimizers goes through a repair bit for bit, and what cannot is no secret."""
+"""The state of low-bit optimizers is repaired bit for bit; what cannot be read is reported."""
 
 import enum
 import importlib

@@ -46,7 +46,7 @@ NAMES = ("precond", "inv_precond", "pre_cond", "inv_pre_cond")  # of torch_optim
 
 
 def test_one_of_a_part_is_not_reported(tmp_path):
-    """A frozen backbone, or a second network beside the weights that were taken."""
+    """A frozen backbone, or a second network next to the weights that were taken."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
     saved = run(model[1]) | {"model": model.state_dict()}
     torch.save(saved, tmp_path / "run.pth")
@@ -85,7 +85,7 @@ def test_noop_the_moments_under_a_mask(tmp_path):
 
 
 class Projector:
-    """As GaLore keeps one beside the moments of a matrix in fewer rows."""
+    """GaLore keeps one next to the moments of a matrix in fewer rows."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         self.ortho_matrix = matrix

@@ -1,4 +1,4 @@
-"""Codes of weights are known by what is beside them, under whatever names they go on."""
+"""Codes of weights are recognised by the tensors next to them, whatever their later names."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,4 @@
-"""Nothing is replaced unasked, and nothing by what is broken itself."""
+"""Nothing is replaced unless asked, and nothing by tensors that are broken too."""
 
 from typing import Any
 

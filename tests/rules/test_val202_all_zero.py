@@ -10,7 +10,7 @@ from tests.rules.proposals import loud, propose
 
 
 def net(**zero: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Five healthy matrices, and zeros of the given shapes under keys in which ``__`` stands for a dot."""
+    """Five healthy matrices, and zeros of the given shapes under keys in which ``__`` means a dot."""
     torch.manual_seed(0)
     healthy = {f"layer{index}.weight": torch.randn(8, 8) for index in range(5)}
     return healthy | {key.replace("__", "."): torch.zeros(shape) for key, shape in zero.items()}

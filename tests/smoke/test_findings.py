@@ -71,7 +71,7 @@ def test_an_output_that_is_not_finite_is_traced() -> None:
         "the model runs, but its output is not finite: output float32[2, 2]: 4 NaN; the first to turn finite values"
         " into NaN is bn (BatchNorm2d), whose running_var is not finite itself"
     )
-    assert finding.evidence["first_weights"][0].startswith("running_var")  # what is broken stands first
+    assert finding.evidence["first_weights"][0].startswith("running_var")  # what is broken comes first
 
 
 def test_finite_weights_are_not_accused() -> None:

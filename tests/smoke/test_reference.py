@@ -1,4 +1,4 @@
-"""The comparison with another checkpoint: what is compared, and what is said where nothing can be."""
+"""The comparison with another checkpoint: what is compared, and what is reported if nothing can be."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The formulas of ``--adapt``, each beside the function of the library that it is named for: the same bits."""
+"""Each formula of ``--adapt`` gives the same bits as the library function that it is named for."""
 
 import math
 from typing import Any

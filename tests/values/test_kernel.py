@@ -105,7 +105,7 @@ def test_the_kernel_finds_what_numpy_finds(dtype, count, kind, cast, seed):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_halves_of_any_size_have_exact_counts_and_close_moments(dtype):
-    """The squares of the smallest and of the largest bfloat16 are no float32."""
+    """The squares of the smallest and the largest bfloat16 are outside the range of float32."""
     form = encoding(dtype)
     assert form is not None
     for power in (*range(-130, 126, 5), -56, -55, -54, 59, 61):

@@ -222,7 +222,7 @@ def test_a_replaced_file_keeps_its_owner_its_permissions_and_its_attributes(tmp_
 
 @pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Linux only")
 def test_an_acl_gives_the_group_of_a_new_file_nothing(tmp_path):
-    """The mask of an ACL stands where the group's permissions are without one."""
+    """The mask of an ACL is where the group's permissions are without one."""
     like = tmp_path / "like"
     like.touch()
     everyone, user = 0xFFFFFFFF, 1001

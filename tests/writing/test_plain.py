@@ -29,7 +29,7 @@ from tests.reading.files import opened, saved, write
 
 
 def plain(value: Any, folder: pathlib.Path) -> tuple[Any, list[tuple[str, str, str]]]:
-    """What becomes of a value beside the weights, and what is said of it."""
+    """What is written for a value next to the weights, and what is reported."""
     checkpoint = opened(saved({"state_dict": {"w": torch.ones(1)}, "x": value}, folder))
     root, conversions = plain_root(checkpoint)
     return root["x"], [(made.where, made.before, made.after) for made in conversions]
@@ -169,7 +169,7 @@ class Slotted:
 
 
 def written(value: Any, folder: Path) -> Any:
-    """What a value beside the weights is in a repaired file."""
+    """What a value next to the weights is in a repaired file."""
     path = saved({"state_dict": {"w": torch.ones(1)}, "x": value}, folder)
     assert ckptfix.repair(path, output=folder / "out.pth").report.exit_code == 0
     return torch.load(folder / "out.pth", weights_only=True)["x"]
@@ -251,7 +251,7 @@ def test_a_value_has_the_form_that_a_reader_would_write(value, expected, tmp_pat
 
 
 class Key:
-    """A class whose objects differ in nothing but their place."""
+    """A class whose objects differ only in their address."""
 
 
 class Own(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""The tensors behind the header keep their place in a page, where that is possible."""
+"""The tensors after the header keep their alignment to pages, where possible."""
 
 import os
 from collections import OrderedDict
@@ -53,7 +53,7 @@ def test_what_was_dropped_in_front_does_not_count(tmp_path):
     entries = {"b": checkpoint.entries["b"]}
     path = write(Checkpoint(checkpoint.path, checkpoint.format, entries, root=entries), "safetensors", tmp_path)
     shift = places(opened(path))["b"].offset - places(checkpoint)["b"].offset
-    # 8 is what the format asks of the header; the dropped 12 bytes are no multiple of it.
+    # 8 is what the format asks of the header; the dropped 12 bytes are not a multiple of it.
     assert places(opened(path))["b"].offset % 8 == 0
     assert shift % PAGE == 0 or places(checkpoint)["b"].offset % 8 != 0
     same(dict(load_file(path)), {"b": LARGE_ONE})

@@ -180,7 +180,7 @@ def test_what_is_not_a_size(text: str) -> None:
 
 
 def test_a_clean_file_is_written_in_shards(tmp_path: Path) -> None:
-    """What was asked for is a change of form, so that nothing to repair is no reason to write nothing."""
+    """A change of form was asked for, so the files are written although there is nothing to repair."""
     source = tmp_path / "model.safetensors"
     ckptfix.repair(state(), output=source)
     report = ckptfix.repair(source, beside=True, shard_size="90B").report

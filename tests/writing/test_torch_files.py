@@ -40,7 +40,7 @@ def places(checkpoint: Checkpoint) -> dict[str, FileBytes]:
 
 
 def renamed(checkpoint: Checkpoint) -> Checkpoint:
-    """The same tensors under longer names, so that all lies elsewhere."""
+    """The same tensors under longer names, so that all offsets differ."""
     entries = {f"{'wrapped.' * 20}{key}": value for key, value in checkpoint.entries.items()}
     return Checkpoint(checkpoint.path, checkpoint.format, entries, root=entries)
 
@@ -107,7 +107,7 @@ def test_what_was_read_back_is_not_read_again(form, tmp_path, monkeypatch):
 
 
 def test_what_lies_elsewhere_than_it_was_written_is_read_again(tmp_path):
-    """Two tensors of equal size change places: each lies in a range that was read back, but of the other."""
+    """Two tensors of equal size change places: each is in a range that was read back, but in the other's."""
     state_dict = {"a": torch.zeros(LARGE), "b": torch.ones(LARGE)}
     expected, goal = opened(saved(state_dict, tmp_path)), tmp_path / "goal"
 
@@ -201,7 +201,7 @@ def test_a_member_of_another_size_than_declared_is_our_bug(go_on):
 
 
 class Zeros:
-    """A storage of nothing but zeros, which are one and the same block."""
+    """A storage of zeros only, which are the same block."""
 
     block = memoryview(bytes(BLOCK))
 
@@ -235,7 +235,7 @@ ZEROS = bytes(WINDOW)
 def test_a_file_past_four_gigabytes_is_read_by_zipfile_torch_and_ourselves(tmp_path):
     """Sizes and offsets past 4 GiB move to zip64 records."""
     path, nbytes = tmp_path / "large.pth", (4 << 30) + BLOCK
-    # A checksum that is given is not computed, and nobody reads the four gigabytes to compare it.
+    # A given checksum is not computed, and the four gigabytes are not read to compare it.
     large = TensorSpec("uint8", (nbytes,), (1,), Storage("0", Zeros(nbytes), crc32=1))
     last = TensorSpec("float32", (3,), (1,), Storage("1", MemoryBytes(torch.arange(3.0).numpy().tobytes())))
     checkpoint = Checkpoint("made", "test", {"large": large, "last": last}, root={"large": large, "last": last})

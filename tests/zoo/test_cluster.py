@@ -127,7 +127,7 @@ def migrated(source: str, destination: str, table: Table, engine) -> dict[str, d
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """The files of a destination by name, but for the manifest, which tells of times."""
+    """The files of a destination by name, without the manifest, which has times."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -147,7 +147,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_file_changes_nothing(cluster
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     told = migrated("old", "on_ray", table, on_ray)
-    killer.join(0)  # a migration that came to its end without it waits for nobody
+    killer.join(0)  # a migration that ended without it does not wait
     expected = migrated("old", "here", table, Alone)
     assert killed
     assert told == expected
@@ -188,7 +188,7 @@ def test_what_stops_the_driver_stops_the_tasks(cluster, stopping, zoo, tmp_path)
         pass
 
     def watch(summary) -> None:
-        # Called while the task stands still: it has the file, and waits.
+        # Called while the task is suspended: it has the file, and waits.
         if (stopping / "seen").exists():
             raise Stop
 

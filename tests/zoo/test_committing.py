@@ -1,4 +1,4 @@
-"""Outputs are durable and in place before a line tells of them."""
+"""Outputs are durable and in place before a line reports them."""
 
 import contextlib
 import ctypes
@@ -165,7 +165,7 @@ def half(source: int, goal: int, count: int) -> int:
     """As a system that copies a part and then refuses."""
     if os.lseek(goal, 0, os.SEEK_CUR):
         raise OSError(errno.EINVAL, "Invalid argument")
-    return os.sendfile(goal, source, None, 1000)  # None: from where it stands
+    return os.sendfile(goal, source, None, 1000)  # None: from the current position
 
 
 @pytest.mark.parametrize("way", [None, refuse, half], ids=["kernel", "another file system", "stops in the middle"])

@@ -1,4 +1,4 @@
-"""An item is opened where it lies, or as a copy that does not stay."""
+"""An item is opened in place, or as a temporary copy."""
 
 from dataclasses import dataclass
 from pathlib import Path

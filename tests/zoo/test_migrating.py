@@ -241,7 +241,7 @@ def test_two_sources_of_one_name_are_errors_and_neither_wins(tmp_path):
 
 
 def test_what_cannot_be_read_is_not_cured_by_the_output_of_another_source(tmp_path):
-    """Shards of two sets without an index, beside a file of their folder's name."""
+    """Shards of two sets without an index, next to a file with their folder's name."""
     (tmp_path / "zoo/sets").mkdir(parents=True)
     for stem in ("a", "b"):
         torch.save({"w": torch.ones(3)}, tmp_path / f"zoo/sets/{stem}-00001-of-00002.pth")

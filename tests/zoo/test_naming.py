@@ -102,7 +102,7 @@ WITHOUT = [
     "resnet50.pth",
     "model-20210618.pth",  # a date
     "model-00010000.pth",  # a step
-    "model-deadbeef.pth",  # a word, for all one can tell
+    "model-deadbeef.pth",  # possibly a word
     "model-19c8e35.pth",  # 7 digits
     "model-19c8e357x.pth",
     "model-19C8E357.pth",
@@ -169,7 +169,7 @@ def test_a_wrong_hash_is_a_finding():
 
 
 def test_only_the_hash_is_replaced():
-    # The same digits stand in the folder and in the stem as well.
+    # The same digits are in the folder and in the stem as well.
     assert name_with_hash("19c8e357/19c8e357-b-19c8e357.pth", NEW) == f"19c8e357/19c8e357-b-{NEW[:8]}.pth"
 
 

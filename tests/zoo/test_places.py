@@ -131,7 +131,7 @@ def test_folders_may_lie_as_deep_as_a_path_goes(tmp_path: Path, monkeypatch: pyt
     try:
         assert [entry.name for entry in LocalPlace(".").walk()] == ["d/" * depth + "model.pth"]
     finally:
-        subprocess.run(["rm", "-r", "d"], check=True)  # what lies so deep is too much for pytest's own cleaning
+        subprocess.run(["rm", "-r", "d"], check=True)  # pytest's own cleaning cannot remove folders this deep
 
 
 def test_a_folder_outside_is_listed_once(tmp_path: Path):

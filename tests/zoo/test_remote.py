@@ -1,4 +1,4 @@
-"""Places behind URLs: what arrives is whole, whatever happens on the way, and what is not whole is nowhere."""
+"""Places at URLs: what arrives is whole, whatever happens on the way, and partial files are never left."""
 
 import os
 import pickle

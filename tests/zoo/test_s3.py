@@ -51,7 +51,7 @@ def expected(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def old(zoo: Path, s3_server: Bucket) -> str:
-    """The zoo in a bucket, which nobody writes to."""
+    """The zoo in a bucket, which is never written to."""
     import s3fs
 
     s3fs.S3FileSystem().mkdir("old-zoo")

@@ -35,7 +35,7 @@ MB = 1 << 20
 
 
 def run(summary: Summary, clock: list[float], sizes: list[int], seconds: float) -> list[float | None]:
-    """The times that are foretold behind each of these files, which take so many seconds each."""
+    """The remaining times that are predicted after each of these files, which take this many seconds each."""
     told = []
     for size in sizes:
         clock[0] += seconds

@@ -136,7 +136,7 @@ def summaries(names, layout=ONE, **more):
 
 
 def patterns_of(names, others=(), strangers=()):
-    """The patterns of one group, beside another group and files that are no checkpoints."""
+    """The patterns of one group, next to another group and files that are not checkpoints."""
     groups = gather([*summaries(names), *summaries(others, OTHER)], strangers)
     return list(next(group.patterns for group in groups if group.layout is ONE))
 

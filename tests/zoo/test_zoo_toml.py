@@ -312,7 +312,7 @@ def test_a_map_is_read_next_to_the_source_if_it_is_a_file(tmp_path):
 
 
 def test_recipes_for_shapes(tmp_path):
-    """Those of the defaults are for the files that have a model; a list of classes is read beside the source."""
+    """Those of the defaults are for the files that have a model; a list of classes is read next to the source."""
     (tmp_path / "classes.txt").write_text("0\n1\n")
     defaults = '[defaults]\nadapt = { pos_embed = "timm" }\n'
     own = '[[files]]\nmatch = "a"\nlike = "classes.txt"\nadapt = { in_chans = "mean", head = "classes.txt" }\n'

@@ -82,7 +82,7 @@ def test_a_folder_above_checkpoints_names_them(tmp_path: Path) -> None:
         "a/b/.metadata",
         *(f"checkpoint-3/{part}/.metadata" for part in ("pytorch_model_fsdp_0", "optimizer_0")),
         "checkpoint-3/scheduler.pt",
-        "data.pt",  # as verl has the state of its data loader beside `actor`
+        "data.pt",  # as verl has the state of its data loader next to `actor`
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"x")

@@ -447,7 +447,7 @@ def test_a_stale_index_next_to_complete_shards_is_passed_over(tmp_path: Path, ot
 
 
 def test_a_stale_index_of_the_same_keys_is_not_damage(tmp_path: Path) -> None:
-    """Sharded again, with the old index beside: every key is there."""
+    """Sharded again, with the old index left next to the shards: every key is found."""
     index = write(tmp_path)
     write_index(tmp_path, index | {"weight_map": dict.fromkeys(STATE, "model-00001-of-00003.safetensors")})
     checkpoint = ckptfix.open_checkpoint(tmp_path)
@@ -480,7 +480,7 @@ def test_any_number_of_missing_shards_is_reported_in_bounded_time(tmp_path: Path
 
 
 def test_shards_of_torchtune_are_those_of_one_epoch(tmp_path: Path) -> None:
-    """Before 0.5 their names say an epoch and no total; beside them are an adapter and the state of the recipe."""
+    """Before 0.5 their names have an epoch and no total; the folder also has an adapter and the state of the recipe."""
     for number, keys in enumerate(SHARDS, 1):
         torch.save({key: STATE[key] for key in keys}, tmp_path / f"hf_model_000{number}_0.pt")
     torch.save({"a.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter_0.pt")

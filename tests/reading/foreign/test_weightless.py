@@ -115,7 +115,7 @@ def test_weights_without_names_next_to_an_optimizer_are_named_first(tmp_path):
 
 
 def test_a_table_of_numbers_is_not_a_set_of_weights(tmp_path):
-    """Textual inversion keeps the number of its word under ``string_to_token``, and the weights beside it."""
+    """Textual inversion keeps the number of its word under ``string_to_token``, next to the weights."""
     value = {"string_to_token": {"*": torch.tensor(265)}, "string_to_param": {"*": torch.ones(2, 4)}, "step": 500}
     checkpoint = opened(saved(value, tmp_path))
     assert [candidate.name for candidate in checkpoint.candidates] == ["string_to_param"]

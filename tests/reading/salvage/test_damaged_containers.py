@@ -36,7 +36,7 @@ WRAPPERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "tar.xz": (lambda data: tarred({"m.pth": data}, "w:xz"), "its xz stream ends early"),
     "zip, stored": (
         lambda data: zipped({"a.txt": b"x", "m.pth": data}, zipfile.ZIP_STORED),
-        # Once the directory of a torch file inside is whole, that file is what stands behind other bytes.
+        # Once the directory of a torch file inside is whole, that file is what follows other bytes.
         "the zip archive has no directory at its end|has its zip directory 71 bytes after",
     ),
     "zip, deflated": (lambda data: zipped({"m.pth": data}), "the zip archive has no directory at its end"),

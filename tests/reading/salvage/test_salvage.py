@@ -137,7 +137,7 @@ def test_the_refusal_says_what_salvage_would_bring_back(tmp_path: Path) -> None:
     assert "% of the numbers) with salvage=True" in said
 
 
-# The tensors are too small for safetensors, which has nothing but its tensors at its end: see test_unfilled.
+# The tensors are too small for safetensors, which has only its tensors at its end: see test_unfilled.
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "safetensors"])
 def test_reserved_space_that_was_never_filled_is_not_data(form: str, tmp_path: Path) -> None:
     state_dict = _tensors()

@@ -57,7 +57,7 @@ def test_an_lstm_gives_the_same_from_both_forms(path: str, tmp_path: Path) -> No
     assert report.output is None
     ckptfix.repair(file, output=tmp_path / "out.pth", ignore=("FIL102",))
     (entry,) = torch.load(tmp_path / "out.pth", weights_only=True).values()
-    again = ckptfix.check(tmp_path / "out.pth").findings  # what was taken apart loads into no model either
+    again = ckptfix.check(tmp_path / "out.pth").findings  # tensors taken from it do not load into any model either
     assert ("FIL102", Level.ERROR) in [(finding.code, finding.level) for finding in again]
     contents, cls = entry["state"]
     assert (entry["class"], cls.rpartition(".")[2]) == ("torch.ScriptObject", "CellParamsBase")

@@ -184,7 +184,7 @@ def test_an_average_whose_names_lost_their_dots_is_found_and_taken(names, counte
 
 @pytest.mark.parametrize(("name", "value"), [("model", 1.0), ("model_ema", 2.0)])
 def test_the_other_parts_stay_next_to_an_average_and_its_network(name, value):
-    """Stable Diffusion has its autoencoder and its text encoder beside both."""
+    """Stable Diffusion has its autoencoder and its text encoder next to both."""
     names, counters, _ = MANGLED["LitEma"]
     state = {key: torch.full((1,), 1.0) for key in names} | {names[key]: torch.full((1,), 2.0) for key in names}
     state |= {key: torch.ones(1) for key in counters}

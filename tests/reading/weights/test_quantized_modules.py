@@ -170,7 +170,7 @@ def test_packed_weights_are_not_a_note_where_safetensors_cannot_hold_them(build,
     path = saved(MODELS[build]().state_dict(), tmp_path)
     report = ckptfix.repair(path, output=tmp_path / "out.safetensors").report
     left, *notes = report.remaining
-    assert [note.level for note in notes] == [Level.NOTE]  # the dtype beside it
+    assert [note.level for note in notes] == [Level.NOTE]  # the dtype next to it
     assert (left.code, left.level, left.keys) == ("FIL104", Level.ERROR, ("0._packed_params._packed_params",))
     assert (report.exit_code, report.output) == (1, None)
     assert not (tmp_path / "out.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Ranks of FSDP 1 and 2, HSDP and tensor parallelism that torch wrote, beside torch's own full state_dict."""
+"""Ranks of FSDP 1 and 2, HSDP and tensor parallelism that torch wrote, compared with torch's own full state_dict."""
 
 import os
 import re
@@ -539,7 +539,7 @@ def test_a_mesh_out_of_order_is_refused(tmp_path: Path, order: Any, is_refused: 
 
 
 def test_the_parts_of_ranks_without_any_elements_may_have_another_empty_shape(tmp_path: Path) -> None:
-    """As under FSDP 2 beside tensor parallelism over more ranks than there are columns."""
+    """As under FSDP 2 together with tensor parallelism over more ranks than there are columns."""
     for rank in range(3):
         weight = dtensor(rank, torch.arange(4.0).view(2, 2), 3)
         if rank == 2:
