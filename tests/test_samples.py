@@ -167,7 +167,7 @@ def test_namespace_args_needs_unsafe_loading_and_has_a_prefix(samples: Path) -> 
 
 
 def assert_same(built: Any, shipped: Any) -> None:
-    """Equal, except for what training amplifies: other CPUs sum in another order, so trained tensors agree in their RMS."""
+    """Equal, except for what training amplifies: other CPUs sum in another order, so trained weights agree in RMS."""
     if isinstance(shipped, nn.Module):
         assert_same(built.state_dict(), shipped.state_dict())
     elif isinstance(shipped, dict):
