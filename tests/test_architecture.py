@@ -140,7 +140,7 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "nump
 
 
 def test_work_on_names_imports_no_torch():
-    """A check and even a repair that changes names alone: parse, rules, write, comparison."""
+    """A check, and a repair that only changes names: parse, rules, write, comparison."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stderr, done.stdout.split()) == ("", [])
 

@@ -94,7 +94,7 @@ class Composite:
 
 @pytest.fixture
 def bin_path(tmp_path: Path) -> str:
-    """A PATH whose ``ckptfix`` is that of this Python."""
+    """A PATH on which ``ckptfix`` belongs to this Python."""
     folder = tmp_path / "bin"
     folder.mkdir()
     script = folder / "ckptfix"

@@ -56,7 +56,7 @@ def imported(*words: str, cwd: Path) -> set[str]:
 
 
 def within(modules: set[str], names: list[str]) -> list[str]:
-    """The modules that are one of these names, or lie below one."""
+    """The modules with one of these names, or inside one."""
     return sorted(module for module in modules if any(f"{module}.".startswith(f"{name}.") for name in names))
 
 

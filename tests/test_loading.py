@@ -159,7 +159,7 @@ def test_assigned_parameters_are_those_of_the_file(file: Path) -> None:
     assert values(model) == expected
     assert report.remarks == ()
     assert not {id(parameter) for parameter in before} & {id(parameter) for parameter in model.parameters()}
-    if not file.name.endswith("legacy.pth"):  # where its tensors lie is a matter of chance
+    if not file.name.endswith("legacy.pth"):  # the addresses of its tensors depend on chance
         assert is_mapped(model.embed.weight, file)
         assert is_mapped(model.scale, file)
     assert model.head.weight is model.embed.weight

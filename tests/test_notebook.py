@@ -10,7 +10,7 @@ NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "notebook.ipynb"
 
 
 def kinds(outputs) -> set[str]:
-    """What a cell shows: text, results by their types; the progress on stderr is left out of what is saved."""
+    """The output of a cell: text, and the types of results; progress on stderr is not saved."""
     return {
         kind
         for output in outputs

@@ -239,7 +239,7 @@ SAVED: dict[str, Saved] = {
 
 @dataclass(frozen=True)
 class Edited:
-    """What the middle of a model is before and after, and how its tensors become those of the other.
+    """The middle of a model before and after, and how the tensors of one become those of the other.
 
     ``became`` is given the tensors of the middle. Parameters of the result that it does not give are new."""
 
@@ -377,7 +377,7 @@ def resume(folder: Path, saved: Saved, make: Callable[[Any], torch.optim.Optimiz
     report = ckptfix.repair(source, wanted, output=output, **edit.asked).report
     if kind in saved.refused:
         assert [finding.code for finding in report.findings if finding.fix is None] == ["OPT101"]
-        # In another order alone it may be in groups of the user's own, which is a note: the run is copied.
+        # With only another order, the groups may be the user's own, which is a note: the run is copied.
         assert (folder / "out" / "optimizer.pt").exists() == (saved.load is of_trainer_sorted and kind == "reorder")
         return report
     assert not report.is_open, report
@@ -524,7 +524,7 @@ def scripts(orders: Mapping[str, Callable[[Named], Named]]) -> dict[str, Saved]:
 def follow_at_random(
     folder: Path, draw: random.Random, ways: Mapping[str, Saved], may_move: bool = True
 ) -> tuple[str, ckptfix.Report]:
-    """Make a run, edit it and load what comes of it; each element of a moment says where it came from."""
+    """Make a run, edit it and load the result; each element of a moment shows where it came from."""
     names = [draw.choice(("ln", "fc", "layers.", "norm", "head")) + str(n) for n in range(draw.randint(2, 6))]
     old: dict[str, Shapes] = {}
     for name in names:
@@ -589,7 +589,7 @@ def sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def random_runs(folder: Path, ways: Mapping[str, Saved], may_move: bool = True) -> Counter[str]:
-    """Return how many random runs of these scripts end how. One that gives a moment to a wrong parameter fails, unless
+    """Count the outcomes of random runs of these scripts. One that gives a moment to a wrong parameter fails, unless
     the finding asks for an unsafe fix and names an order, of few scripts, that would fit as well."""
     outcomes: Counter[str] = Counter()
 

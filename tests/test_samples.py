@@ -1,4 +1,4 @@
-"""Every sample has the defect that its README row claims, shown with torch alone; and the script really makes them."""
+"""Every sample has the defect that its README row claims, as torch shows; and the script makes exactly these files."""
 
 import math
 import pickle

@@ -1,4 +1,4 @@
-"""Folders of ranks that lie about sizes, places and numbers: a typed error in bounded time and memory, and no code
+"""Folders of ranks with false sizes, places and numbers: a typed error in bounded time and memory, and no code
 runs."""
 
 import os

@@ -238,7 +238,7 @@ def test_a_signal_that_comes_before_the_command_begins_is_reported_too(number, n
 
 @pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
 def test_a_signal_ends_the_code_of_the_user_too(tmp_path):
-    # What a factory prints goes to stderr.
+    # Output of a factory is written to stderr.
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef model():\n    print('ready', flush=True)\n    time.sleep(60)\n"
     )

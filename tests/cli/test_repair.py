@@ -77,7 +77,7 @@ FORMS = ("full", "concise", "github", "json", "junit", "sarif")
     ],
 )
 def test_what_was_not_written_is_not_called_fixed(reason, form, folder):
-    """A repair that must not write has fixed nothing, whatever it would have done."""
+    """A repair that must not write has fixed nothing, even if it had something to do."""
     torch.save({"module.weight": torch.zeros(2, 3)}, folder / "part.pth")
     (folder / "zoo.py").write_text((folder / "zoo.py").read_text() + FAILING)
     words = {

@@ -1,4 +1,4 @@
-"""``_metadata`` goes where the keys go."""
+"""The entries of ``_metadata`` follow the keys."""
 
 import pytest
 

@@ -147,7 +147,7 @@ def test_groups_that_the_hyperparameters_contradict_are_not_a_recipe(names, of_f
 
 
 def test_a_model_without_blocks_has_no_layer_wise_groups():
-    """All of it would be one layer, in groups by decay: the head after its norm, which a script may say as well."""
+    """All of it would be one layer, in groups by decay: the head after its norm, which a script may have, too."""
     shapes: dict[str, tuple[int, ...]] = {"norm.weight": (2,), "norm.bias": (2,), "head.weight": (3, 2)}
     rows = {number: {"m": TensorSpec("float32", shape)} for number, shape in enumerate(shapes.values())}
     groups = [{"params": [0, 1], "weight_decay": 0.0}, {"params": [2], "weight_decay": 0.1}]

@@ -184,7 +184,7 @@ def test_what_is_a_url(path, expected):
     assert is_url(path) is expected
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 def small(folder: Path) -> None:
@@ -330,7 +330,7 @@ def test_downloads(url, command, name):
 
 
 def repository(web: Web, *names: str) -> Path:
-    """A repository with these files; those of weights hold one tensor each."""
+    """A repository with these files; each file of weights has one tensor."""
     folder = web.root / "org" / "repo"
     folder.mkdir(parents=True)
     for name in names:
@@ -419,7 +419,7 @@ def test_an_index_does_not_lead_out_of_its_folder(name, web):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(HostileError, match="leads outside the folder"):
         ckptfix.check(f"{web.url}/org/repo/model.safetensors.index.json")
-    with pytest.raises(UnreadableError, match="has a stale index"):  # by the list of what is there
+    with pytest.raises(UnreadableError, match="has a stale index"):  # by the list of the files
         ckptfix.check("hf://org/repo")
     assert not any("secret" in path for path, _ in web.requests)
 

@@ -173,7 +173,7 @@ def test_rotary_frequencies_are_filled_in_any_form():
 
 
 def test_replaced_if_the_model_has_another_size():
-    """A file for longer texts, or other windows: what is worked out from a size is the model's."""
+    """A file for longer texts, or other windows: buffers computed from a size are the model's."""
     model = Embeddings("position_ids")
     state = state_of("position_ids", torch.arange(2 * IDS.numel()).unsqueeze(0))
     (finding,) = propose(transient_buffer, state, model)

@@ -579,7 +579,7 @@ def renamed(state, name, prefix=""):
 
 
 def with_names(base, name, down, up, alpha=None, only=".weight"):
-    """Return an adapter for the matrices of a base, by what ``name`` makes of their names; ``only`` are some."""
+    """Return an adapter for the matrices of a base that ``only`` selects, with their names passed through ``name``."""
     torch.manual_seed(2)
     found = {}
     for key, value in base.items():
@@ -766,7 +766,7 @@ def test_an_adapter_of_stable_diffusion_3_and_a_base_with_the_names_of_others(tm
 
 
 def test_two_text_encoders_have_the_same_names(tmp_path):
-    """Each part of an adapter of SDXL goes where its shapes fit, and the whole file names one of them as OpenCLIP."""
+    """Each part of an adapter of SDXL is merged where its shapes fit; the single file names one as OpenCLIP."""
     names = ("self_attn.q_proj", "mlp.fc1")
 
     def part(component, width, layers):

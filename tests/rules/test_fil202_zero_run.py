@@ -68,7 +68,7 @@ def test_noop_in_memory() -> None:
     ],
 )
 def test_a_hole_from_before_the_file_was_saved(tmp_path: Path, start: int, stop: int, levels: list[Level]) -> None:
-    """The checksums agree: the hole was lost from another file, wherever its sectors were."""
+    """The checksums agree: the hole was lost from another file, so its sectors do not matter."""
     torch.save({"weight": _with_zeros(start, stop, 40, 33)}, tmp_path / "file.pth")
     found = ckptfix.check(tmp_path / "file.pth", select=("FIL202",)).findings
     assert [finding.level for finding in found] == levels
@@ -99,7 +99,7 @@ def test_a_hole_over_several_blocks_is_one_hole(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("length", [512, 1536, 16384])
 @pytest.mark.parametrize("shift", [0, 4, 8, 17], ids=lambda shift: f"the data begins {shift} bytes after a sector")
 def test_lost_sectors_are_a_warning(tmp_path: Path, length: int, shift: int) -> None:
-    """Whole sectors of the file read as zeros, however its tensors lie in them."""
+    """Whole sectors of the file read as zeros, for any alignment of its tensors."""
     weight = torch.randn(96, 129)
     header = json.dumps({"weight": {"dtype": "F32", "shape": [96, 129], "data_offsets": [0, weight.nbytes]}})
     header += " " * ((shift - 8 - len(header)) % 512)

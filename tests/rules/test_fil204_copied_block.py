@@ -104,12 +104,12 @@ def _tiled_columns(times: int) -> torch.Tensor:
 
 
 def _updated(weight: torch.Tensor, share: float) -> torch.Tensor:
-    """A moving average in few bits, most of which an update leaves alone."""
+    """A moving average in few bits, most of which an update does not change."""
     return torch.where(torch.rand(weight.shape) < share, weight + 0.5, weight)
 
 
 def _positions() -> torch.Tensor:
-    """Half of each row is that of the height, half that of the width, as of MAE."""
+    """Half of each row encodes the height and half the width, as in MAE."""
     halves = torch.randn(16, 300)
     return torch.cat([halves.repeat_interleave(16, 0), halves.repeat(16, 1)], 1)
 

@@ -1,4 +1,4 @@
-"""FIT107: codes of quantised weights become floats by the formula of their library, or nothing at all."""
+"""FIT107: codes of quantised weights become floats by the formula of their library, or are left as they are."""
 
 import json
 from typing import Any

@@ -34,7 +34,7 @@ def plain() -> nn.Module:
 
 
 def with_parts(apply: Apply, numbers: str = "0234", dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model in eval mode whose weights are in parts that are not those of a fresh model."""
+    """A model in eval mode whose weights are in parts with other values than in a new model."""
     model = plain()
     for number in numbers:
         apply(model.get_submodule(number), _name(number))

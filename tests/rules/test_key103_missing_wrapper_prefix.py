@@ -22,7 +22,7 @@ def compiled(model: nn.Module) -> Any:
 
 
 class Twins(nn.Module):
-    """Two layers whose names differ by ``module`` alone."""
+    """Two layers whose names differ only by ``module``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -256,7 +256,7 @@ def test_a_longer_list_keeps_its_places():
 
 @pytest.mark.parametrize("prefix", ["bert.", ""], ids=["too much", "missing"])
 def test_what_another_release_calls_otherwise_follows_its_module(prefix):
-    """The prefix goes first, and the name of the tensor is left to the next rule."""
+    """The prefix is removed first, and the name of the tensor is left to the next rule."""
     inner = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 5))
     model = inner if prefix else nn.ModuleDict({"bert": inner})
     state = {f"{prefix}{key}": value for key, value in inner.state_dict().items() if not key.startswith("1.")}

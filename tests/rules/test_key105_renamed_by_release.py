@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:Fu
 
 
 def with_keys(**shapes: tuple[int, ...]) -> nn.Module:
-    """A module that wants these keys, `__` standing for a dot."""
+    """A module that expects these keys; `__` means a dot."""
     root = nn.Module()
     for name, shape in shapes.items():
         *path, leaf = name.split("__")

@@ -1,4 +1,4 @@
-"""KEY107: the user's map; what it must not do comes first."""
+"""KEY107: the user's map; cases in which it must change nothing come first."""
 
 import json
 from pathlib import Path

@@ -308,7 +308,7 @@ def test_a_zero_of_ia3_cannot_be_taken_off(tmp_path):
 
 @pytest.mark.parametrize(("option", "role"), [("use_dora", "magnitude"), ("lora_bias", "bias")])
 def test_vectors_that_the_configuration_denies_are_refused(option, role, tmp_path):
-    """peft leaves them out, and merges another change than the one that was trained."""
+    """peft ignores them, and so merges another change than the one that was trained."""
     adapter = trained(LORA(r=4, target_modules=["q"], **{option: True}), tmp_path / "adapter")
     with pytest.raises(AdapterError, match=f"q has a {role} vector, and .* says that {option} is off"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, **{option: False}))
@@ -719,7 +719,7 @@ def test_the_text_encoder_of_another_pipeline_is_not_merged_alone(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["lora_unet_", "lycoris_"])
 def test_what_lycoris_saves_is_what_it_adds_in_training(prefix, tmp_path):
-    """Of LoKr with two whole matrices the scale is one; differences are added to weights, norms and biases."""
+    """LoKr with two whole matrices has the scale one; differences are added to weights, norms and biases."""
     base = {"q.weight": torch.randn(6, 8), "norm.weight": torch.ones(8), "norm.bias": torch.zeros(8)}
     base |= {"k.weight": torch.randn(4, 8), "v.weight": torch.randn(4, 8), "v.bias": torch.zeros(4)}
     parts = {
@@ -749,7 +749,7 @@ def test_what_lycoris_saves_is_what_it_adds_in_training(prefix, tmp_path):
 @pytest.mark.parametrize("most", [0, merged_tensors.MOST])
 @pytest.mark.parametrize("kernel", [(), (3, 3)])
 def test_dora_by_inputs(kernel, most, tmp_path, monkeypatch):
-    """The norms are those of the columns, as LyCORIS has them without ``wd_on_out``."""
+    """The norms are of columns, as in LyCORIS without ``wd_on_out``."""
     monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
     monkeypatch.setattr("ckptfix.values.merged_tensors.MOST", most)
     base, ones = torch.randn(40, 6, *kernel), (1,) * len(kernel)
@@ -818,7 +818,7 @@ def test_the_norms_of_a_table_take_one_pass(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lora_magnitude_vector", "dora_scale"])
 def test_the_norms_of_a_square_convolution(name, tmp_path):
-    """peft has those of its outputs as [1, outputs, 1, 1], and LyCORIS those of its inputs in the same shape."""
+    """peft has norms of outputs as [1, outputs, 1, 1], and LyCORIS norms of inputs in the same shape."""
     base, norms = torch.randn(20, 20, 3, 3), torch.rand(1, 20, 1, 1)
     one, two = torch.randn(2, 20, 3, 3), torch.randn(20, 2, 1, 1)
     factors = {"lora_A.weight": one, "lora_B.weight": two, name: norms}
@@ -888,7 +888,7 @@ def test_a_difference_next_to_matrices_in_the_names_of_diffusers(component, tmp_
 
 
 def test_a_convolution_in_three_parts(tmp_path):
-    """Those of kohya and LyCORIS follow one another in training: 1x1, the kernel, and 1x1."""
+    """kohya and LyCORIS apply them in sequence in training: 1x1, the kernel, and 1x1."""
     base, rows = torch.randn(33, 5, 3, 3), torch.randn(1, 5, 7, 7)
     down, mid, up = torch.randn(4, 5, 1, 1), torch.randn(4, 4, 3, 3), torch.randn(33, 4, 1, 1)
     names = {"lora_down.weight": down, "lora_mid.weight": mid, "lora_up.weight": up, "alpha": torch.tensor(2.0)}

@@ -210,7 +210,7 @@ def moshi(vocab: int) -> Any:
     ],
 )
 def test_a_row_after_the_vocabulary_stays_the_last(old, new, recipe, is_known):
-    """Moshi and MusicGen have one for what is before the first word."""
+    """Moshi and MusicGen have one for the start of the sequence."""
     file, model = moshi(old).state_dict(), moshi(new)
     target = model if is_known else target_from_checkpoint(open_state_dict(model.state_dict()))
     findings = propose(shape_mismatch, file, target, adapt=(f"vocab={recipe}",))

@@ -85,7 +85,7 @@ GROUPS: dict[str, Groups] = {
     "detectron2": each_its_own,
 }
 
-# The edits: what becomes of the model, and of each parameter of the new one
+# The edits of a model, with the origin of each parameter of the new one
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +99,7 @@ def reordered(model: nn.Module) -> nn.Module:
     return model
 
 
-# What is left alone
+# No-op cases
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +186,7 @@ def mark(name: str) -> float:
 
 
 def assert_in_step(model: nn.Module, optimizer: torch.optim.Optimizer, new: str = "-") -> None:
-    """Each moment is that of its parameter, and new parameters have none."""
+    """Each moment belongs to its parameter, and new parameters have none."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         values = [value for value in optimizer.state.get(parameter, {}).values() if value.ndim]
@@ -525,7 +525,7 @@ def test_an_optimizer_without_a_state_has_nothing_to_move(tmp_path, names, group
 
 
 class Listed(nn.Module):
-    """Layers of given shapes, a norm if there is one number."""
+    """Layers of given shapes; a shape with one number makes a norm."""
 
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -558,7 +558,7 @@ def test_a_new_parameter_among_names_in_order_may_be_sorted(tmp_path, new, is_re
 
 @pytest.mark.parametrize(("names", "is_refused"), [("cab", True), ("abc", False)])
 def test_an_empty_group_tells_no_order(tmp_path, names, is_refused):
-    """What a script lists by name in the one group and not the other is as open as in a single group."""
+    """The order by name in one of two groups is as uncertain as in a single group."""
     old, new = Same(names), Same(names[:2])
     report = followed_with(tmp_path, old, new, [{"params": list(old.parameters())}, {"params": []}])
     assert [finding.fix is None for finding in report.findings if finding.code == "OPT101"] == [is_refused]
@@ -767,7 +767,7 @@ def test_a_recipe_is_not_certain(tmp_path):
 
 
 def test_a_plan_carries_the_optimizer(tmp_path):
-    """The edits go to JSON and back, and give the same file."""
+    """The edits are written as JSON and read back, and give the same file."""
     saved(Net(), GROUPS["hugging-face"], tmp_path / "run.pth", "module.")
     target = without_aux(Net())
     first = ckptfix.repair(tmp_path / "run.pth", target, output=tmp_path / "one.pth", unsafe_fixes=True)
@@ -1019,7 +1019,7 @@ def test_a_layer_gone_and_a_new_one_of_its_shape_are_two(tmp_path):
 
 
 def test_layers_are_those_that_a_model_of_timm_counts(tmp_path):
-    """ConvNeXt's groups go over its stages, which the names of its blocks do not show."""
+    """ConvNeXt's groups span its stages, which the names of its blocks do not show."""
     models, optim = pytest.importorskip("timm.models"), pytest.importorskip("timm.optim")
 
     def groups(model: nn.Module) -> Any:
@@ -1099,7 +1099,7 @@ def test_a_group_that_goes_with_its_parameters_is_named(tmp_path):
 
 
 def test_names_in_the_place_of_numbers_follow_a_rename_whatever_sorts_them(tmp_path):
-    """minGPT's recipe, which sorts by name, fits too; but the order of what is named means nothing."""
+    """minGPT's recipe, which sorts by name, fits too; but the order of named parameters means nothing."""
     before, wanted = layers("a", "b", "wide"), layers("a", "z", "wide")
     optimizer = torch.optim.AdamW(matrices_and_rest(before, is_sorted=True))
     for one in before.parameters():

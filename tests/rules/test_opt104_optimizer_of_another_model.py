@@ -60,7 +60,7 @@ def test_one_of_a_part_is_not_reported(tmp_path):
 
 @pytest.mark.parametrize("step", [1, 11])
 def test_noop_what_prodigy_keeps_in_one_row(tmp_path, step):
-    """Its own code: ``p.flatten()[::slice_p]``; the optimizer follows a head that goes, too."""
+    """Its own code: ``p.flatten()[::slice_p]``; the optimizer also follows the removal of a head."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     saved = run(model)
     for number, one in enumerate(model.parameters()):
@@ -75,7 +75,7 @@ def test_noop_what_prodigy_keeps_in_one_row(tmp_path, step):
 
 
 def test_noop_the_moments_under_a_mask(tmp_path):
-    """SPAM keeps those of the masked elements in one row."""
+    """SPAM keeps the moments of the masked elements in one row."""
     saved = run(nn.Linear(6, 8))
     row = saved["optimizer"]["state"][0]
     row["mask"] = torch.ones(8, 6, dtype=torch.bool).tril()

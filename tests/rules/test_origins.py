@@ -1,4 +1,4 @@
-"""Origins: what each tensor of the result is made of, whatever the steps of a plan were."""
+"""Origins: what each tensor of the result is made of, after any steps of a plan."""
 
 from collections import OrderedDict
 

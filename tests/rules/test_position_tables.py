@@ -185,7 +185,7 @@ def test_the_decoder_of_vitmae_has_no_formula_for_a_grid():
 @pytest.mark.parametrize(("old", "new"), [((6, 6), (8, 8)), ((6, 4), (8, 10))], ids=["square", "not square"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1)], ids=["channels before the grid", "channels last"])
 def test_a_table_that_is_a_grid_shows_its_sides(order, old, new):
-    """As those of SAM and of Swin's absolute positions."""
+    """Tables as in SAM, and as Swin's absolute positions."""
     before, after = (torch.randn(1, 24, *grid) for grid in (old, new))
     weights = {"patch_embed.proj.weight": torch.randn(24, 3, 4, 4), "blocks.0.attn.qkv.weight": torch.randn(72, 24)}
     target = target_from_checkpoint(open_state_dict({**weights, "pos_embed": after.permute(order).contiguous()}))
@@ -312,7 +312,7 @@ def test_as_many_positions_of_a_grid_with_other_sides():
 
 
 def test_tables_of_distances_are_never_cut():
-    """The middle of a table is the distance 0. MaxViT has those of both directions in one, as in timm. A name of images
+    """The middle of a table is the distance 0. MaxViT has both directions in one table, as in timm. A name of images
     around them does not make them a grid."""
     file = {
         "vision_encoder.pos_embed.height_rel": torch.ones(27, 8),

@@ -1,4 +1,4 @@
-"""The value rules on genuine files: what is broken is named, and healthy files are left in peace."""
+"""The value rules on genuine files: broken tensors are reported, and healthy files have no findings."""
 
 import json
 from pathlib import Path

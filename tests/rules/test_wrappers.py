@@ -103,7 +103,7 @@ def fully_sharded(model: Any) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A group of this process alone, which DistributedDataParallel and FSDP ask for."""
+    """A process group with this process only, which DistributedDataParallel and FSDP require."""
     meeting = tmp_path_factory.mktemp("gloo") / "meeting"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
     with warnings.catch_warnings():

@@ -118,7 +118,7 @@ class GuardsThenAborts(Guards):
 
 
 class Unfinished(Net):
-    """Uses a name that does not exist, whatever the input."""
+    """Use a name that does not exist, for any input."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return undefined_name  # type: ignore[name-defined, no-any-return]  # noqa: F821  it is the point

@@ -134,7 +134,7 @@ class Detector(Net):
 
 
 class AlwaysNan(Net):
-    """Divides zero by zero, whatever its weights."""
+    """Divide zero by zero, for any weights."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"logits": super().forward(x)["logits"] * (x.sum() * 0 / 0)}

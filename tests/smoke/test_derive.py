@@ -12,7 +12,7 @@ from ckptfix.smoke.inputs import make_arguments
 
 
 class LeNet(nn.Module):
-    """Fits images of 28 x 28 alone."""
+    """Fits only images of 28 x 28."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Its output is that of the last token, in training that of all."""
+    """Return the output for the last token; in training, for all tokens."""
 
     def __init__(self) -> None:
         super().__init__()

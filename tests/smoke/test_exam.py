@@ -254,7 +254,7 @@ class Parts(nn.Module):
 
 
 class Leaks(models.Net):
-    """Breaks in training mode alone."""
+    """Breaks only in training mode."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         if self.training:

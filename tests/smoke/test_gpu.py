@@ -1,4 +1,4 @@
-"""The failures that need a GPU, truly provoked there. On a machine without one they are skipped; test_retries and
+"""Failures that need a GPU, provoked on it. On a machine without one they are skipped; test_retries and
 test_run have stand-ins that raise the genuine messages.
 
 Each test starts a child, since an assert of a kernel ends the GPU's use for its process.
@@ -35,7 +35,7 @@ def run(
     device: str = GPU,
     **options: Any,
 ) -> tuple[SmokeResult, list[Finding]]:
-    """The test of a model on a file of its own weights, or of those of ``built``, which has the same."""
+    """Test a model on a file of its own weights, or of those of ``built``, which has equal ones."""
     settings = Settings(input=inputs, device=device, **options)
     return run_smoke(save((built or model)(), changes), f"{model.__module__}:{model.__name__}", {}, settings)
 

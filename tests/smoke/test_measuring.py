@@ -29,7 +29,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trained(data: Path) -> nn.Module:
-    """A model whose statistics are those of the data."""
+    """A model whose statistics agree with the data."""
     model = net()
     ckptfix.recalibrate(model, [torch.from_numpy(np.load(data))])
     return model

@@ -50,7 +50,7 @@ def test_positions_as_timm(dtype, tokens, old, new):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize(("old", "new"), GRIDS, ids=str)
 def test_positions_as_yolos(dtype, old, new):
-    """The tokens of detections are last, in the table of the first layer and in those of the others."""
+    """The tokens of detections are last, in the tables of all layers."""
     from transformers import YolosConfig
     from transformers.models.yolos import modeling_yolos
 

@@ -1,4 +1,4 @@
-"""Values of a reference of the same training decide a map; those of another training say nothing."""
+"""Values of a reference of the same training decide a map; those of another training do not."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The compiled pass finds what numpy finds, whatever the bits."""
+"""The compiled pass finds what numpy finds, for any bits."""
 
 import math
 

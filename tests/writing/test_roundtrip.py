@@ -1,4 +1,4 @@
-"""What is read and written again is the same, for every format, every dtype and every way to lie in memory."""
+"""Checkpoints are equal after reading and writing, for every format, dtype and layout in memory."""
 
 import pickle
 from collections import OrderedDict

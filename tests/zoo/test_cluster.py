@@ -1,4 +1,4 @@
-"""The same zoo on Ray as on this machine: to the byte, whatever becomes of a worker."""
+"""The same zoo on Ray as on this machine, to the byte, even if workers die."""
 
 import contextlib
 import json
@@ -118,7 +118,7 @@ def on_ray(scratch: Path) -> RayEngine:
 
 
 def migrated(source: str, destination: str, table: Table, engine) -> dict[str, dict[str, Any]]:
-    """The records of a migration by source, without what is of the run."""
+    """The records of a migration by source, without the fields that differ between runs."""
     with migrate(source, destination, table, engine=engine, again=["ckptfix"]) as migration:
         return {
             line["source"]: {name: value for name, value in line.items() if name not in OF_THE_RUN}

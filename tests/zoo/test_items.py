@@ -247,7 +247,7 @@ def test_an_index_of_another_name_and_what_is_none(tmp_path: Path):
 
 
 def test_the_files_of_an_optimizer_with_an_index_are_not_checkpoints(tmp_path: Path):
-    """As those of ColossalAI."""
+    """Files as ColossalAI writes them."""
     file, groups = "pytorch_optim-00001.bin", "pytorch_optim_group.bin"
     described = {"metadata": {"param_groups": groups, "total_size": 8}, "weight_map": {"0": file}}
     state = {0: {"exp_avg": torch.ones(2)}}
@@ -567,7 +567,7 @@ def test_a_new_line_in_a_name_is_part_of_it():
 
 
 def test_the_corpus_is_seen_whole(corpus: Path):
-    """Each genuine file is seen by its bytes alone, whatever it is called."""
+    """Each genuine file is recognised by its bytes only, under any name."""
     unseen = [
         path.name
         for folder in ("1.0.0-py27", "1.4.0-py27", "1.6.0", "2.6.0")

@@ -1,4 +1,4 @@
-"""One job, whatever its file is."""
+"""One job, with any kind of file."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Places at URLs: what arrives is whole, whatever happens on the way, and partial files are never left."""
+"""Places at URLs: files arrive whole, also after failures on the way, and partial files are never left."""
 
 import os
 import pickle
@@ -238,7 +238,7 @@ def test_a_file_that_changes_while_it_is_fetched_is_fetched_again(
 def test_a_large_file_has_no_holes(
     at_once: int, after: int, bucket: S3, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """s3fs can fetch what is larger than 50 MB (here 0.1) in ranges, several at once, and misses that one is short."""
+    """s3fs can fetch files over 50 MB (here 0.1) in several ranges at once, and does not notice that one is short."""
     server, url = bucket
     place = RemotePlace(url)
     monkeypatch.setattr(place._reached()[0], "default_block_size", 100_000)
@@ -293,7 +293,7 @@ def test_a_full_disk_is_found_before_the_transfer(
 @pytest.mark.parametrize("trouble", [Trouble.THROTTLED, Trouble.RESET], ids=lambda trouble: trouble.name)
 @pytest.mark.parametrize("times", [1, 100])
 def test_an_upload_in_parts(bucket: S3, tmp_path: Path, trouble: Trouble, times: int, monkeypatch: pytest.MonkeyPatch):
-    """What is large goes in parts (of 50 MB, here of 5): one that fails ends the upload, and nothing is left of it."""
+    """Large files are sent in parts (of 50 MB, here of 5): if one fails, the upload ends and leaves nothing."""
     import s3fs
 
     monkeypatch.setattr("s3fs.core.calculate_chunksize", lambda size, chunksize=None: 5 << 20)

@@ -1,4 +1,4 @@
-"""A migration from a bucket to a bucket: the same result as on this machine, whatever happens on the way."""
+"""A migration from a bucket to a bucket: the same result as on this machine, also after failures on the way."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Members that are elsewhere or named otherwise than in the directory: the right bytes, a finding, or nothing."""
+"""Members with another place or name than in the directory: the right bytes, a finding, or nothing."""
 
 from collections.abc import Callable
 from pathlib import Path

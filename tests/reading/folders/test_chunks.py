@@ -1,4 +1,4 @@
-"""A tensor in boxes reads as the whole tensor, whatever the boxes and wherever reading starts."""
+"""A tensor in boxes reads as the whole tensor, for any boxes and any start of a read."""
 
 from itertools import pairwise, product
 

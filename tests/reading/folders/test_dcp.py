@@ -328,7 +328,7 @@ def test_a_part_that_is_cut_short_costs_what_lies_after_the_cut(saved: Path, tmp
     """A file written by torch, truncated at every position: all tensors before the cut are intact, none after it."""
     (path,) = saved.glob("*.distcp")
     data = path.read_bytes()
-    keys = ("conv.weight", "bn.running_var")  # the others are too small to be found by their bytes, or lie transposed
+    keys = ("conv.weight", "bn.running_var")  # the others are too small to be found by their bytes, or are transposed
     ends = {key: data.index(bytes_of(STATE[key])) + STATE[key].nbytes for key in keys}
     for stop in range(100, len(data), 307):
         path.write_bytes(data[:stop])

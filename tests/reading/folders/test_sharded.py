@@ -261,7 +261,7 @@ def test_the_index_says_how_much_is_missing(tmp_path: Path) -> None:
     missing(tmp_path, index)
     with pytest.raises(UnreadableError, match=r"00002\.safetensors with 2 keys, 24 of 44 bytes \(54\.5 %\):"):
         ckptfix.open_checkpoint(tmp_path)
-    index["metadata"]["total_size"] = 20  # less than what is there: not trusted
+    index["metadata"]["total_size"] = 20  # less than there is: not trusted
     write_index(tmp_path, index)
     with pytest.raises(UnreadableError, match=r"00002\.safetensors with 2 keys: fetch"):
         ckptfix.open_checkpoint(tmp_path)

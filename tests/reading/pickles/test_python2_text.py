@@ -1,4 +1,4 @@
-"""Strings of Python 2: the names that torch gives them, and the bytes of arrays, whatever they look like."""
+"""Strings of Python 2: as the names that torch makes of them, and as the bytes of arrays, of any content."""
 
 import struct
 from pathlib import Path

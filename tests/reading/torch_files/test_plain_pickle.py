@@ -1,4 +1,4 @@
-"""Plain pickles: what is wrong with one that can be read to its end all the same."""
+"""Plain pickles that can be read to their end and are defective."""
 
 import pickle
 from pathlib import Path

@@ -119,7 +119,7 @@ def test_weights_are_read_at_any_depth(tmp_path, beside, levels):
     "beside", [{"model": {"bias": torch.zeros(9)}}, {}], ids=["beside another model", "on its own"]
 )
 def test_a_set_without_names_is_described(tmp_path, beside, name):
-    """torch_ema keeps a list of parameters: the error says what is there, and how it gets names."""
+    """torch_ema keeps a list of parameters: the error names it, and says how they get names."""
     torch.save({**beside, "ema": {"decay": 0.9, "shadow_params": [*_LAYERS.values()]}}, tmp_path / "f.pth")
     with pytest.raises(UsageError, match=rf"under '{name}' are 5 tensors in lists.*copy them over model.parameters"):
         ckptfix.open_checkpoint(tmp_path / "f.pth", weights=name)

@@ -86,7 +86,7 @@ PATH = st.lists(SEGMENT, min_size=1, max_size=3).map(".".join)
 @settings(max_examples=40, deadline=None)
 @given(st.sets(PATH, min_size=1), st.sets(SEGMENT, min_size=2, max_size=3))
 def test_each_set_has_its_own_keys_and_no_other(names, prefixes):
-    """Whatever the names inside are, even those of prefixes, the sets partition the keys."""
+    """For any names inside, even those of prefixes, the sets partition the keys."""
     keys = [f"{prefix}.{name}" for prefix in prefixes for name in names]
     picked = {prefix: keys_of_set(keys, prefix) for prefix in prefixes}
     assert all(sorted(of_set.values()) == sorted(names) for of_set in picked.values())

@@ -160,7 +160,7 @@ def _step(rank: int, state: dict[str, Any]) -> None:
 
 
 def _first_is_other(rank: int, state: dict[str, Any]) -> None:
-    """Change the kind of what comes before the mesh."""
+    """Change the type of the field before the mesh."""
     held = {"before": torch.ones(2, dtype=torch.float64 if rank == 2 else torch.float32), **state}
     state.clear()
     state.update(held)

@@ -136,7 +136,7 @@ def test_several_sets_are_named(tmp_path: Path) -> None:
 
 
 def test_links_say_which_set_is_the_latest(tmp_path: Path) -> None:
-    """As those of Composer."""
+    """Ranks as Composer writes them."""
     folder, truth = saved(tmp_path)
     for rank in range(4):
         file = rank_file(folder, rank).rename(folder / f"ep0-ba2-rank{rank}.pt")

@@ -178,7 +178,7 @@ def test_the_last_shards_are_missed_by_the_queries(tmp_path: Path, by_columns: b
 
 
 def test_queries_that_are_narrower_than_the_model_are_whole(tmp_path: Path) -> None:
-    """As those of Mistral's, whose params.json says so."""
+    """Ranks as Mistral publishes them, by their params.json."""
     whole = {"layers.0.attention.wq.weight": torch.rand(8, 32)}
     write_llama(tmp_path, 2, whole=whole, head_dim=1)
     (got,) = ckptfix.open_checkpoint(tmp_path).state_dict().values()

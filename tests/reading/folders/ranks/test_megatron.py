@@ -509,7 +509,7 @@ def test_moments_of_another_shape_than_the_weights_stay_as_they_are(tmp_path: Pa
 
 @pytest.mark.parametrize("chain", ["", "chained_0."])
 def test_buckets_of_the_distributed_optimizer_are_left_out(tmp_path: Path, chain: str) -> None:
-    """The form ``dp_reshardable``: what is between the parameters in a bucket was never written, and may be NaN."""
+    """The form ``dp_reshardable``: gaps between the parameters in a bucket were never written, and may be NaN."""
     write_torch_dist(tmp_path, GROUPS)
     wanted: Any = ckptfix.open_checkpoint(tmp_path).root
     bucket = f"{chain}optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_torch.float32.bucket_idx_0"

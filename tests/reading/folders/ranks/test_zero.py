@@ -207,7 +207,7 @@ def write_zero(
 
 
 def write_zero3(folder: Path, tensors: dict[str, torch.Tensor], world: int) -> None:
-    """Write tensors as ZeRO 3 does: each cut into shares, which lie in sub-groups that cut through a tensor."""
+    """Write tensors as ZeRO 3 does: each cut into shares, in sub-groups that may end inside a tensor."""
     shares = [[_share(value, rank, world) for value in tensors.values()] for rank in range(world)]
     for rank in range(world):
         flat = torch.cat(shares[rank])
