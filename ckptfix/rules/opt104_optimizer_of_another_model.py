@@ -20,11 +20,11 @@ The weights were replaced by those of a wider model, and `optimizer` was copied 
 ## Sources
 `torch/optim/optimizer.py` (`load_state_dict`); pytorch#1489."""
 
-from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from msgspec.structs import replace
 
+from ckptfix.core.checkpoint import value_at
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.maps.optimizer_states import fits, logical_shape, optimizers_of, values_in
@@ -37,10 +37,13 @@ def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding
     checkpoint = context.before or context.checkpoint
     now = {optimizer.name for optimizer in optimizers_of(context.checkpoint)}
     optimizers = [optimizer for optimizer in optimizers_of(checkpoint) if optimizer.name in now]
-    shapes = Counter(spec.shape for spec in tensors_in([checkpoint.root, dict(checkpoint.entries)]))
-    for optimizer in optimizers:
-        if optimizer.path[0] not in checkpoint.beside:
-            shapes -= Counter(spec.shape for spec in tensors_in(dict(optimizer.state)))
+    states = {
+        id(value_at(checkpoint.root, optimizer.path) if optimizer.is_flat else optimizer.state)
+        for optimizer in optimizers
+        if optimizer.path[0] not in checkpoint.beside
+    }
+    tensors = tensors_in([checkpoint.root, dict(checkpoint.entries)], lambda value: id(value) in states)
+    shapes = {spec.shape for spec in tensors}
     mismatched: dict[str, Finding] = {}
     for optimizer in optimizers:
         known: dict[Hashable, bool] = {}
