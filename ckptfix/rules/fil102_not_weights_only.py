@@ -26,7 +26,8 @@ Some things cannot be carried over, and the finding remains:
 - Packed weights of quantised recurrent layers (`torch.ScriptObject`), and tensors that a class builds from others
   (torchao's quantised weights). Nothing is written: torch.load reads the file as it is (the latter after
   `import torchao`). `--ignore FIL102` writes their parts as data, which no module loads, as a check of that file says.
-- Tensors that an unknown function builds from a storage, which are kept as such data.
+- Tensors that an unknown function builds from a storage or another tensor, as subclasses of Parameter with a pickle of
+  their own have (geoopt); they are kept as such data.
 - Parameters of lazy modules that never ran, which are empty.
 
 Notes list attributes that your class stores in a module (class names, strides, a configuration), which no state_dict
@@ -110,8 +111,8 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         calls = ", ".join(dict.fromkeys(rebuilt.values()))
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(rebuilt), 'weight')} that only the unknown function {calls} builds from a storage: as "
-            "plain data they will not load into the model",
+            f"{counted(len(rebuilt), 'weight')} that only the unknown function {calls} builds: as plain data "
+            "they will not load into the model",
             keys=rebuilt,
             remedies=advise(
                 "if the name is misspelt, the file is damaged: fetch it again; otherwise save the model again with "

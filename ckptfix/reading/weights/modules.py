@@ -97,7 +97,10 @@ class _Gatherer(Struct):
         if not isinstance(transient, (set, frozenset)):
             transient = frozenset()
         for name, value in (*parts["_parameters"].items(), *parts["_buffers"].items()):
-            if (isinstance(value, TensorSpec) or is_uninitialized(value)) and name not in transient:
+            is_kept = isinstance(value, TensorSpec) or is_uninitialized(value)
+            # A subclass of Parameter that pickles as a call of its own, as geoopt's, is opaque.
+            is_kept = is_kept or (isinstance(value, Opaque) and self._holds_tensors(value))
+            if is_kept and name not in transient:
                 self.entries[f"{prefix}{name}"] = value
         for name, value in packed_entries(module, parts["_modules"]):
             self.entries[f"{prefix}{name}"] = value

@@ -71,11 +71,19 @@ def is_low_bit_moment(name: str) -> bool:
 
 
 def rebuilding_call(value: Any) -> str:
-    """Return the unknown function with which a file builds a tensor from a storage: one of a later torch, of the user's
-    own code, or with a damaged name. Empty for anything else."""
-    if not isinstance(value, Opaque) or not any(isinstance(part, TypedStorage) for part in value.args):
+    """Return the unknown function with which a file builds a tensor from a storage or another tensor: one of a later
+    torch, of the user's own code, or with a damaged name. Empty for anything else.
+
+    The dict that FIL102 writes for such a tensor is recognised too."""
+    if isinstance(value, dict):
+        name, args = str(value.get("class", "")), value.get("args")
+    elif isinstance(value, Opaque):
+        name, args = str(value.cls), value.args
+    else:
         return ""
-    return str(value.cls)
+    is_function = name.rpartition(".")[2].lstrip("_")[:1].islower() and not name.startswith("torch.")
+    kinds = (TypedStorage, TensorSpec) if is_function else TypedStorage
+    return name if isinstance(args, tuple) and any(isinstance(part, kinds) for part in args) else ""
 
 
 def part_names(value: Any) -> list[str]:

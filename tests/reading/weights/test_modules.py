@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.core.finding import Level
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import HostileError
@@ -45,6 +46,28 @@ def test_a_pickled_module_gives_its_state_dict_without_its_class(new, protocol, 
     assert {path: row.get("version") for path, row in built._metadata.items()} == {
         path: row.get("version") for path, row in expected._metadata.items()
     }
+
+
+class OnManifold(torch.nn.Parameter):
+    """As geoopt's parameter, it pickles as a call of its own."""
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        return rebuilt, (self.detach().as_subclass(torch.Tensor),)
+
+
+def rebuilt(data: torch.Tensor) -> OnManifold:
+    return OnManifold(data)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_parameter_that_its_own_function_builds_is_never_left_out_in_silence(whole, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    model.weight = OnManifold(torch.ones(2, 2))
+    path = saved(model if whole else {**model.state_dict(), "weight": model.weight}, tmp_path)
+    for file in (path, ckptfix.repair(path, output=tmp_path / "out.pth").report.output):
+        report = ckptfix.check(file)
+        (finding,) = (each for each in report.findings if each.level is Level.ERROR)
+        assert (finding.code, finding.keys, report.exit_code) == ("FIL102", ("weight",), 1)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
