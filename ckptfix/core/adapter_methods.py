@@ -121,6 +121,7 @@ METHODS: Mapping[str, Method] = {
         _same("randlora_A", "randlora_B", "randlora_lambda", "randlora_gamma"),
         lambda o, i, one, two, ranks, sizes: (
             len(one) == len(two) == 3
+            and len(ranks) == 2
             and (one[0], two[2], sizes) == (ranks[0], ranks[0], (ranks[1], min(o, i)))
             and (one[1] in (1, ranks[1]) and one[2] >= min(o, i))
             and (two[1] >= ranks[1] and two[0] >= max(o, i))

@@ -330,12 +330,8 @@ class Adapter(Struct, frozen=True):
         is one with a formula of its own."""
         roles = self.roles(layer)
         shapes = [spec.shape for role in roles if (spec := self.spec(layer, role)) is not None]
-        return (
-            self.method is not None
-            and len(size) == 2
-            and len(shapes) == len(roles)
-            and self.method.fits(*size, *shapes)
-        )
+        is_whole = len(size) == 2 and len(shapes) == len(roles) and all(shapes)  # none is a single number
+        return self.method is not None and is_whole and self.method.fits(*size, *shapes)
 
     def numbers(self, layer: AdapterLayer) -> tuple[int, float]:
         """Return the number that the formula of ``method`` needs, and the factor of the change. Raises ``AdapterError``
@@ -343,7 +339,10 @@ class Adapter(Struct, frozen=True):
         config, method = self.config, self.method
         if method is None:
             return 0, self.weight
-        number = int(_number(method.number, config.get(method.number))) if method.number else 0
+        exact = _number(method.number, config.get(method.number)) if method.number else 0
+        number, is_count = int(exact), method.number in ("init_r", "topk")
+        if number != exact or (is_count and number < 1):
+            raise self.refused(f"its {method.number} in {CONFIG} is {exact:g}", OWN_CONFIG)
         scale = _number(method.scale, config.get(method.scale)) if method.scale else 1
         if self.kind == "GRALORA":
             general = self.spec(layer, "gralora_A_general")

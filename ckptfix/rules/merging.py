@@ -111,6 +111,10 @@ def _refuse_overlap(adapter: Adapter, key: str, delta: Delta, merge: Merge) -> N
         if other.adapter != adapter.path and (common or delta.form == "whole"):
             what = f"a new row for token {min(common)} of {key}" if common else f"{key} whole"
             raise adapter.refused(f"has {what}, which {other.adapter} changes too", "merge one of the two")
+        # peft multiplies the base's values, and not those after the other adapter.
+        if "hira" in (forms := {other.form, delta.form}) and len(forms) > 1:
+            words = f"changes {key}, as {other.adapter} does, and one of them multiplies it (HiRA)"
+            raise adapter.refused(words, "merge them one after the other")
 
 
 def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:

@@ -273,6 +273,8 @@ class _LayerFactors:
             factors = [*pair(size, delta.number, *factors)]
         elif whole := WHOLE.get(delta.form) or TURNS.get(delta.form):
             made = whole(size, delta.number, *factors)
+            if not made.isfinite().all():
+                raise ValueError(f"{delta.factors[0]} gives NaN or infinity")
             factors = [made.T if delta.transposed else made, *factors[1:]]
         if delta.form == "c3a":
             factors = [factors[0].to(torch_dtype(source.spec.dtype)) / size[1]]

@@ -403,6 +403,32 @@ def test_elements_of_shira_outside_the_matrix_are_refused(place, tmp_path):
         ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
 
 
+def test_hira_multiplies_the_base_and_not_what_another_adapter_made_of_it(tmp_path):
+    paths = [
+        trained(kind(r=r, target_modules=["q"]), tmp_path / str(r))
+        for r, kind in ((2, peft.HiraConfig), (3, peft.HiraConfig), (4, LORA))
+    ]
+    repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=paths[:2], select="FIL108")
+    torch.testing.assert_close(dict(repaired), merged_by_peft(paths[:2]))
+    with pytest.raises(AdapterError, match=r"one of them multiplies it \(HiRA\); merge them one after the other"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=paths[1:])
+
+
+@pytest.mark.parametrize(("option", "value"), [("topk", 0), ("topk", 1.5), ("topk", None)])
+def test_a_number_that_no_training_has_is_refused(option, value, tmp_path):
+    made = peft.VBLoRAConfig(r=4, vector_length=16, num_vectors=9, target_modules=["fc"])
+    adapter = changed_config(trained(made, tmp_path / "adapter"), **{option: value})
+    with pytest.raises(AdapterError, match=f"{option}.* (in|of) adapter_config.json"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+
+
+def test_a_reflection_along_nothing_is_not_written_as_nan(tmp_path):
+    adapter = trained(peft.HRAConfig(r=4, target_modules=["q"]), tmp_path / "adapter")
+    save_file({"base_model.model.q.hra_u": torch.zeros(32, 4)}, adapter / "adapter_model.safetensors")
+    with pytest.raises(PlanError, match="hra_u gives NaN or infinity"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+
+
 def test_what_oft_needs_besides_its_matrices(tmp_path):
     adapter = trained(peft.OFTConfig(oft_block_size=8, target_modules=["q"]), tmp_path / "oft")
     with pytest.raises(AdapterError, match="multiplies and takes no weight"):
