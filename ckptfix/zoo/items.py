@@ -234,8 +234,9 @@ def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
     chunks = {folder: found for folder in sorted(files.folders) if (found := _distributed(place, folder, files))}
     for optimizer in [folder for folder in chunks if _last(folder).startswith(OPTIMIZERS)]:
         # It was saved in a folder of its own, and the folder above opens as one checkpoint.
-        above = optimizer.rpartition("/")[0]
-        models = [folder for folder in chunks if folder and folder != optimizer and folder.rpartition("/")[0] == above]
+        depth = 2 if posixpath.basename(posixpath.dirname(optimizer)).startswith(OPTIMIZERS) else 1
+        above = _above(optimizer, depth)
+        models = [folder for folder in chunks if folder and folder != optimizer and _above(folder, depth) == above]
         if len(models) == 1 and not files.named(above, _MODELS):
             chunks[above] = chunks.pop(models[0]) + chunks.pop(optimizer)
     for folder in sorted({*files.folders, *ranks, *chunks}):
@@ -246,6 +247,12 @@ def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
             or _nanotron(folder, files)
         ):
             yield _group(folder or ROOT, parts)
+
+
+def _above(folder: str, depth: int) -> str:
+    """Return the folder that is so many levels above; "/" if there is none."""
+    parts = ["", *folder.split("/")]
+    return "/".join(parts[1:-depth]) if len(parts) > depth else "/"
 
 
 def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:

@@ -310,7 +310,9 @@ def test_a_folder_of_torch_distributed(tmp_path: Path, dcp: Path):
 
 
 @pytest.mark.parametrize("name", ["", "run/checkpoint-5/"])
-@pytest.mark.parametrize("folders", [("pytorch_model_fsdp_0", "optimizer_0"), ("model", "optim")])
+@pytest.mark.parametrize(
+    "folders", [("pytorch_model_fsdp_0", "optimizer_0"), ("model", "optim"), ("weights/model", "optimizer/optim")]
+)
 def test_a_model_and_its_optimizer_saved_apart_are_one_checkpoint(tmp_path: Path, dcp: Path, name: str, folders):
     for part in folders:
         (home := tmp_path / "zoo" / name / part).mkdir(parents=True)

@@ -178,7 +178,7 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
     if len(models) > 1 and (named := _latest(folder, models)) is not None:
         models = found = [named]
     if len(models) > 1:
-        names = first_names([child.name for child in models])
+        names = first_names([child.relative_to(folder).as_posix() for child in models])
         raise UnreadableError(
             f"{folder}: holds {len(models)} checkpoints of torch.distributed.checkpoint ({names}); name one of them"
         )
@@ -211,9 +211,20 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
 
 
 def _items(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the folders of torch.distributed.checkpoint in a folder, and those of them that are not optimizers."""
-    folders = [child for child in sorted(folder.iterdir()) if child.is_dir()]
-    found = [child for child in folders if dcp.looks_like(child) or dcp_safetensors.looks_like(child)]
+    """Return the folders of torch.distributed.checkpoint in a folder, and those of them that are not optimizers.
+
+    A model and its optimizer may each be in one more folder: ``weights/model`` and ``optimizer/optim`` of NeMo RL."""
+
+    def below(place: Path) -> list[Path]:
+        folders = [child for child in sorted(place.iterdir()) if child.is_dir()]
+        return [child for child in folders if dcp.looks_like(child) or dcp_safetensors.looks_like(child)]
+
+    found = below(folder)
+    optimizers = [] if found else [*folder.glob(f"{OPTIMIZERS}*/{OPTIMIZERS}*")]
+    if len(optimizers) == 1 and optimizers[0] in below(optimizers[0].parent):
+        others = [place for place in folder.iterdir() if place.is_dir() and place != optimizers[0].parent]
+        models = [child for place in others for child in below(place)]
+        return [*models, *optimizers], models
     return found, [child for child in found if not child.name.startswith(OPTIMIZERS)]
 
 

@@ -533,8 +533,9 @@ FLAT_OPTIMIZER = {"state.w.exp_avg": torch.rand(3), "param_groups.w.lr": 0.1}
         (("weights", "optimizer"), {"model": STATE}, {"optim": OPTIMIZER, "sched": {"last_epoch": 3}}),
         (("model", "optim"), STATE, {"optim": FLAT_OPTIMIZER, "sched": {"last_epoch": 3}}),
         (("model", "optim"), "safetensors", {"optim": FLAT_OPTIMIZER}),
+        (("weights/model", "optimizer/optim"), "safetensors", {"optim": FLAT_OPTIMIZER}),
     ],
-    ids=["accelerate", "XTuner", "NeMo RL", "NeMo AutoModel", "NeMo AutoModel: safetensors"],
+    ids=["accelerate", "XTuner", "NeMo RL", "NeMo AutoModel", "NeMo AutoModel: safetensors", "NeMo RL with AutoModel"],
 )
 def test_a_model_and_its_optimizer_saved_apart_are_one_checkpoint(
     tmp_path: Path, folders: tuple[str, str], model: Any, optimizer: dict[str, Any]
