@@ -215,9 +215,10 @@ def grid_of_config(config: Mapping[str, object], shapes: Mapping[str, Sequence[i
     """Return the grid of patches by a ``config.json`` of transformers or timm, None if it does not say.
 
     timm's has only the size of the images; the size of the patches comes from ``shapes``, those of the tensors."""
-    part, arguments, trained = (config.get(name) for name in ("vision_config", "model_args", "pretrained_cfg"))
+    arguments, trained = (config.get(name) for name in ("model_args", "pretrained_cfg"))
     if not isinstance(trained, Mapping):
-        return grid_of(part if isinstance(part, Mapping) else config)
+        parts = (config.get(name) for name in ("vision_config", "backbone_config"))
+        return grid_of(next((part for part in parts if isinstance(part, Mapping)), config))
     own = arguments if isinstance(arguments, Mapping) else {}
     patches = (shape for key, shape in shapes.items() if key.endswith("patch_embed.proj.weight") and shape)
     size = trained.get("input_size")

@@ -161,6 +161,19 @@ def test_a_spectrogram_has_frequencies_and_times(tmp_path):
     assert "a grid of 12x50 in the file (and 2 tokens), of 12x101 in the model" in finding.message
 
 
+def test_the_grid_of_a_backbone_is_in_its_part_of_the_configuration(tmp_path):
+    from transformers import VitPoseBackboneConfig, VitPoseConfig, VitPoseForPoseEstimation
+
+    def model(*size):
+        backbone = VitPoseBackboneConfig(**NARROW, image_size=list(size), out_indices=[1])
+        return VitPoseForPoseEstimation(VitPoseConfig(backbone_config=backbone, num_labels=3))
+
+    model(256, 192).save_pretrained(tmp_path)
+    (finding,) = ckptfix.check(tmp_path, model(256, 256), select="FIT103").findings
+    assert "a grid of 16x12 in the file (and 1 token), of 16x16 in the model" in finding.message
+    assert finding.remedies[0].is_complete
+
+
 def test_seggpt_has_a_class_token_in_its_table_only():
     from transformers import SegGptConfig, SegGptModel
 
