@@ -51,7 +51,7 @@ def test_a_pickled_module_gives_its_state_dict_without_its_class(new, protocol, 
 class OnManifold(torch.nn.Parameter):
     """As geoopt's parameter, it pickles as a call of its own."""
 
-    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return rebuilt, (self.detach().as_subclass(torch.Tensor),)
 
 
@@ -64,7 +64,7 @@ def test_a_parameter_that_its_own_function_builds_is_never_left_out_in_silence(w
     model = torch.nn.Linear(2, 2)
     model.weight = OnManifold(torch.ones(2, 2))
     path = saved(model if whole else {**model.state_dict(), "weight": model.weight}, tmp_path)
-    for file in (path, ckptfix.repair(path, output=tmp_path / "out.pth").report.output):
+    for file in (path, ckptfix.repair(path, output=tmp_path / "out.pth").report.output or ""):
         report = ckptfix.check(file)
         (finding,) = (each for each in report.findings if each.level is Level.ERROR)
         assert (finding.code, finding.keys, report.exit_code) == ("FIL102", ("weight",), 1)
