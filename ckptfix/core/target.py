@@ -118,11 +118,12 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
     ``initial`` returns the module's current values as detached tensors that share its memory; it is None for a module
     on the meta device. Errors in the module's own ``state_dict`` are passed on."""
     state = module.state_dict(keep_vars=True)
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    base = torch.nn.Module  # a class may override these without `remove_duplicate`, as the losses of torchrl do
+    parameters = {name for name, _ in base.named_parameters(module, remove_duplicate=False)}
     tensors = {
         key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(key)
     }
-    transient = {key: value for key, value in module.named_buffers(remove_duplicate=False) if key not in state}
+    transient = {key: value for key, value in base.named_buffers(module, remove_duplicate=False) if key not in state}
     is_parameter = {key: isinstance(value, torch.nn.Parameter) or key in parameters for key, value in tensors.items()}
     has_values = not any(tensor.is_meta for tensor in tensors.values())
     return Target(
@@ -131,7 +132,7 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         entries=frozenset(state) - frozenset(tensors),
         transient=frozenset(transient),
         ties=grouped({key: _identity(tensor) for key, tensor in tensors.items()}),
-        modules={path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)},
+        modules={path: type(child).__name__ for path, child in base.named_modules(module, remove_duplicate=False)},
         initial=cache(lambda: _values(tensors | transient)) if has_values else None,
         library=type(module).__module__.partition(".")[0],
         grids=_sizes(module, _grid),
@@ -174,7 +175,7 @@ _VOCABULARY = re.compile(r"(?!num_|.*(?:type_|hash))(?:\w+_)?vocab_size")
 def _sizes(
     module: torch.nn.Module, size_of: Callable[[torch.nn.Module], tuple[int, ...] | None]
 ) -> dict[str, tuple[int, ...]]:
-    sizes = {path: size_of(child) for path, child in module.named_modules(remove_duplicate=False)}
+    sizes = {path: size_of(child) for path, child in torch.nn.Module.named_modules(module, remove_duplicate=False)}
     return {path: size for path, size in sizes.items() if size is not None}
 
 

@@ -145,7 +145,7 @@ def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 def unloaded_parameters(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the parameters with more NaN than the file has under any of their names: they were not loaded."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         if _can_be_nan(parameter):
             names[parameter].append(name)
     missing = []

@@ -50,10 +50,18 @@ class Stateful(nn.Module):
         self._state = state
 
 
+class Loss(nn.Linear):
+    """As a loss of torchrl, it overrides a method of torch without its newer arguments."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True):
+        return super().named_parameters(prefix=prefix, recurse=recurse)
+
+
 @pytest.mark.parametrize(
     "module",
     [
         pytest.param(nn.Sequential(), id="nothing"),
+        pytest.param(Loss(2, 2), id="with an older named_parameters"),
         pytest.param(nn.BatchNorm1d(3), id="buffers"),
         pytest.param(nn.LSTM(2, 3, num_layers=2), id="a recurrent layer's flat weights"),
         pytest.param(nn.DataParallel(nn.Linear(2, 2)), id="wrapped"),
