@@ -55,6 +55,23 @@ def test_the_suffix_of_the_output_says_the_format_too(tmp_path, how):
     assert root.keys() == {"state_dict", "epoch"}
 
 
+@pytest.mark.parametrize(
+    ("entry", "is_weight"),
+    [
+        ({"step": torch.tensor(7, dtype=torch.int32), "ntokens_seen": torch.tensor(512)}, False),
+        ({"step": torch.tensor(7), "scale": torch.ones(4)}, True),
+        ({"scale": torch.tensor(7)}, True),
+    ],
+    ids=["counters of torchtitan", "with a larger tensor", "no step"],
+)
+def test_counters_among_the_weights_are_no_weights(tmp_path, entry, is_weight):
+    """As in the file that torch's dcp_to_torch_save makes of a folder of torchtitan."""
+    torch.save({**nn.Linear(2, 2).state_dict(), "train_state": entry}, tmp_path / "file.pth")
+    (finding,) = ckptfix.check(tmp_path / "file.pth", select=("FIL104",), format="safetensors").findings
+    assert finding.level is (Level.ERROR if is_weight else Level.NOTE)
+    assert [*finding.keys, *finding.evidence.get("places", ())] == ["train_state"]
+
+
 def test_many_places_are_cut(tmp_path):
     file = saved(tmp_path, **{f"t{n}": torch.ones(1) for n in range(6)})
     (finding,) = ckptfix.check(file, select=("FIL104",), format="safetensors").findings

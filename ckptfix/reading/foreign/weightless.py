@@ -37,8 +37,15 @@ def _are_moments(mapping: Mapping[Any, Any]) -> bool:
 
 
 def is_of_training(value: Any) -> bool:
-    """Return whether a value is the state of an optimizer or scheduler."""
-    return isinstance(value, dict) and (is_optimizer(value) or value.keys() >= _SCHEDULER)
+    """Return whether a value is the state of an optimizer or scheduler, or the counters of a training."""
+    return isinstance(value, dict) and (is_optimizer(value) or value.keys() >= _SCHEDULER or _counts_steps(value))
+
+
+def _counts_steps(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping has an integer tensor ``step`` and no larger tensor, as torchtitan's ``train_state``."""
+    step = mapping.get("step")
+    is_counter = isinstance(step, TensorSpec) and step.dtype.startswith("int")
+    return is_counter and all(spec.numel == 1 for spec in tensors_in(mapping))
 
 
 NAME_THEM = (
