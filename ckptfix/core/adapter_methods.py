@@ -151,6 +151,14 @@ METHODS: Mapping[str, Method] = {
         turns=False,
         adds=False,
     ),
+    "ROAD": Method(
+        "RoAd",
+        _same("road_theta", "road_alpha"),
+        lambda o, i, angles, lengths: len(angles) == 1 and angles == lengths and 2 * angles[0] in (o, 2 * o, 4 * o),
+        number="group_size",
+        turns=False,
+        adds=False,
+    ),
     "BOFT": Method(
         "BOFT",
         _same("boft_R", "boft_s"),

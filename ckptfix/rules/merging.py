@@ -111,9 +111,10 @@ def _refuse_overlap(adapter: Adapter, key: str, delta: Delta, merge: Merge) -> N
         if other.adapter != adapter.path and (common or delta.form == "whole"):
             what = f"a new row for token {min(common)} of {key}" if common else f"{key} whole"
             raise adapter.refused(f"has {what}, which {other.adapter} changes too", "merge one of the two")
-        # peft multiplies the base's values, and not those after the other adapter.
-        if "hira" in (forms := {other.form, delta.form}) and len(forms) > 1:
-            words = f"changes {key}, as {other.adapter} does, and one of them multiplies it (HiRA)"
+        # These multiply the base's values, and not those after the other adapter.
+        forms = {other.form, delta.form}
+        if other.adapter != adapter.path and (forms == {"road"} or (len(forms) > 1 and forms & {"hira", "road"})):
+            words = f"changes {key}, as {other.adapter} does, and one of them multiplies it (HiRA, RoAd)"
             raise adapter.refused(words, "merge them one after the other")
 
 
@@ -415,8 +416,10 @@ def _of_layer(
     make = _by_formula if adapter.method is not None else _product if "A" in layer.keys else _of_lycoris
     product = make(adapter, layer, key, spec, turned)
     yield key, product
+    bias = f"{key.rpartition('.')[0]}.bias"
+    if product.form == "road" and bias in checkpoint.specs:
+        yield bias, product
     if "bias" in layer.keys:
-        bias = f"{key.rpartition('.')[0]}.bias"
         if bias not in checkpoint.specs:
             raise AdapterError(f"{path}: {layer.module} adds a bias, but the base has none there")
         narrow = not adapter.is_peft

@@ -140,8 +140,27 @@ def _hra(size: tuple[int, int], is_orthogonal: int, vectors: torch.Tensor) -> to
     return one
 
 
+def _road(size: tuple[int, int], group: int, angles: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the rotation of pairs of outputs, half a group apart, by one angle for a pair, for an output or for each
+    of an output's two factors."""
+    outputs, half = size[0], group // 2
+    if group < 2 or group % 2 or outputs % group:
+        raise ValueError(f"group_size {group} does not divide {outputs} outputs")
+    if 2 * len(angles) == outputs:
+        angles, lengths = (each.reshape(-1, half).repeat_interleave(2, dim=0).flatten() for each in (angles, lengths))
+    if len(angles) == outputs:
+        angles, lengths = (each.reshape(-1, 1, group).repeat(1, 2, 1) for each in (angles, lengths))
+    angles, lengths = (each.reshape(-1, 2, group) for each in (angles, lengths))
+    own, other = (lengths[:, 0] * angles[:, 0].cos()).flatten(), (lengths[:, 1] * angles[:, 1].sin()).flatten()
+    rows = torch.arange(outputs)
+    is_first = rows % group < half
+    found = torch.diag(own)
+    found[rows, torch.where(is_first, rows + half, rows - half)] = torch.where(is_first, -other, other)
+    return found
+
+
 # What a matrix is multiplied by, in the same way.
-TURNS: Mapping[str, Callable[..., torch.Tensor]] = {"oft": _oft, "boft": _boft, "hra": _hra}
+TURNS: Mapping[str, Callable[..., torch.Tensor]] = {"oft": _oft, "boft": _boft, "hra": _hra, "road": _road}
 
 
 def of_miss(block: torch.Tensor, first: int, last: int, inputs: int) -> torch.Tensor:

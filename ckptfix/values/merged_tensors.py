@@ -275,6 +275,9 @@ class _LayerFactors:
             made = whole(size, delta.number, *factors)
             if not made.isfinite().all():
                 raise ValueError(f"{delta.factors[0]} gives NaN or infinity")
+            if delta.form == "road":  # each row needs others
+                rows = source.weight(0, source.shape[0])
+                made = made.to(rows.dtype) @ (rows if rows.shape[1] > 1 else rows.flatten())
             factors = [made.T if delta.transposed else made, *factors[1:]]
         if delta.form == "c3a":
             factors = [factors[0].to(torch_dtype(source.spec.dtype)) / size[1]]
@@ -293,6 +296,8 @@ class _LayerFactors:
             return (weight * self._scales(weight, first, last)).to(dtype)
         if self.delta.has_magnitude:
             return (self._ratio(first, last) * (weight + self.change(first, last, dtype))).to(dtype)
+        if form == "road":
+            return self.factors[0][first:last].view(weight.shape)
         if form in TURNS:
             rows = weight.flatten(1).to(self.factors[0].dtype)
             rows = rows @ self.factors[0] if form == "hra" else (self.factors[0] @ rows.T).T

@@ -88,6 +88,10 @@ CASES = {
     "GraLoRA": peft.GraloraConfig(r=4, gralora_k=2, target_modules=["fc"]),
     "GraLoRA and LoRA": peft.GraloraConfig(r=4, gralora_k=2, hybrid_r=3, alpha=9, target_modules=["fc"]),
     "GraLoRA of Conv1D": peft.GraloraConfig(r=4, gralora_k=2, target_modules=["c_attn"], fan_in_fan_out=True),
+    **{
+        variant: peft.RoadConfig(variant=variant, group_size=16, target_modules=["fc"])
+        for variant in ("road_1", "road_2", "road_4")
+    },
     "HRA": peft.HRAConfig(r=4, target_modules=["q", "fc"]),
     "HRA of orthogonal reflections": peft.HRAConfig(r=4, target_modules=["q"], apply_GS=True),
     "IA3 of convolutions": peft.IA3Config(target_modules=["conv", "pixel"], feedforward_modules=["pixel"]),

@@ -31,7 +31,7 @@ from tests.rules.adapters import DTYPES, LINEAR, LORA, cached, changed_config, l
     ("config", "says"),
     [
         pytest.param({"r": 8}, "of rank 4, and the r or rank_pattern of adapter_config.json says 8", id="another rank"),
-        pytest.param({"peft_type": "ROAD"}, "an adapter of the type ROAD", id="RoAd"),
+        pytest.param({"peft_type": "LILY"}, "an adapter of the type LILY", id="Lily"),
         pytest.param({"peft_type": "LOHA"}, "says the type LOHA, and it has matrices of LORA", id="LoHa"),
         pytest.param({"init_lora_weights": "pissa_niter_4"}, "changes the base too", id="PiSSA"),
         pytest.param({"layer_replication": [[0, 2]]}, "layer_replication", id="replicated layers"),
@@ -410,7 +410,7 @@ def test_hira_multiplies_the_base_and_not_what_another_adapter_made_of_it(tmp_pa
     ]
     repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=paths[:2], select="FIL108")
     torch.testing.assert_close(dict(repaired), merged_by_peft(paths[:2]))
-    with pytest.raises(AdapterError, match=r"one of them multiplies it \(HiRA\); merge them one after the other"):
+    with pytest.raises(AdapterError, match=r"one of them multiplies it \(HiRA, RoAd\); merge them one after the other"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=paths[1:])
 
 
