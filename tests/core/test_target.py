@@ -53,7 +53,7 @@ class Stateful(nn.Module):
 class Loss(nn.Linear):
     """As a loss of torchrl, it overrides a method of torch without its newer arguments."""
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True):
+    def named_parameters(self, prefix: str = "", recurse: bool = True):  # type: ignore[override]
         return super().named_parameters(prefix=prefix, recurse=recurse)
 
 
