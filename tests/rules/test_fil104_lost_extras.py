@@ -66,7 +66,8 @@ def test_the_suffix_of_the_output_says_the_format_too(tmp_path, how):
 )
 def test_counters_among_the_weights_are_no_weights(tmp_path, entry, is_weight):
     """As in the file that torch's dcp_to_torch_save makes of a folder of torchtitan."""
-    torch.save({**nn.Linear(2, 2).state_dict(), "train_state": entry}, tmp_path / "file.pth")
+    weights = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict()
+    torch.save({**weights, "train_state": entry}, tmp_path / "file.pth")
     (finding,) = ckptfix.check(tmp_path / "file.pth", select=("FIL104",), format="safetensors").findings
     assert finding.level is (Level.ERROR if is_weight else Level.NOTE)
     assert [*finding.keys, *finding.evidence.get("places", ())] == ["train_state"]
