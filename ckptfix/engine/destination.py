@@ -18,7 +18,7 @@ from ckptfix.core.options import BY_NAME, INPUT_SUFFIXES
 from ckptfix.core.plan import Plan
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
 from ckptfix.errors import Opt, UsageError, WriteError
-from ckptfix.reading.adapters import adapter_paths
+from ckptfix.reading.adapter_checks import adapter_paths
 from ckptfix.reading.folders import sharded
 from ckptfix.reading.torch_files import torch_zip
 from ckptfix.writing.atomic import backup_of, refuse_name, refuse_output

@@ -23,7 +23,7 @@ from ckptfix.core.wording import nearest
 from ckptfix.errors import CkptfixError, Opt, TargetError, UsageError
 from ckptfix.modules.lightning import PREFIX, build_class, remarks_on
 from ckptfix.modules.named import SCHEMES, Name, named_builder
-from ckptfix.reading.adapters import model_config
+from ckptfix.reading.configs import model_config
 from ckptfix.reading.opening import open_file
 
 ModelArguments = Mapping[str, Any] | Sequence[Any]  # the value of `--model-args`: keyword or positional arguments

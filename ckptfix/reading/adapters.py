@@ -5,27 +5,22 @@ Only names, shapes and the configuration are read here; rules find the layers of
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from operator import mul
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.adapter_methods import METHODS, Method
-from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
+from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Kind
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import strip_segments
-from ckptfix.errors import AdapterError, HostileError, Opt, UnreadableError
-from ckptfix.reading.opening import open_file
-
-CONFIG = "adapter_config.json"
-# The same of verl, next to its ranks. It says lora_alpha 0 if the training did not set one.
-_OF_VERL = "lora_train_meta.json"
+from ckptfix.errors import AdapterError, Opt
+from ckptfix.reading.configs import CONFIG
 
 # The matrices of LoHa, of which a layer has all, and of LoKr: `w1` and `w2`, each whole or as a product of two.
 HADAMARD = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
@@ -51,8 +46,8 @@ _OF_TYPES = {name: kind for kind, method in METHODS.items() for name in method.r
 _ROLES |= {name: role for method in METHODS.values() for name, role in method.roles.items()}
 _OF_TYPES["ranknum"], _ROLES["ranknum"] = "ADALORA", "ranknum"  # in a whole model
 # Roles of tensors that replace those of their module.
-_REPLACED = {"norm": "weight", "norm_bias": "bias"}
-_DIFFERENCES = frozenset(("diff", "diff_b"))
+REPLACED = {"norm": "weight", "norm_bias": "bias"}
+DIFFERENCES = frozenset(("diff", "diff_b"))
 
 _NAME = "|".join(re.escape(role) for role in sorted(_ROLES, key=len, reverse=True))
 _TENSOR = re.compile(
@@ -76,83 +71,10 @@ _COMPONENT = re.compile(
     r"|text_conditioner|diffusion_model)\."
     r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior)|lycoris)[_.]"
 )
-_FOREIGN = re.compile(
-    r"(?:^|[._])(?:(oft|boft|vera|randlora|c3a|vblora|fourierft|shira|waveft|gralora|delora)_\w+|(?P<scalar>scalar)"
-    r"|(?P<nemo>adapter)\.linear_(?:in|out)|(?P<adalora>lora_E))(?:\.|$)"
-    r"|^(?:lora|lycoris)_\w+\.(?:(?P<glora>[ab][12]\.weight)|(?P<ia3>on_input)|(?P<tlora>lambda_layer|[pq]_layer\..+))$"
-    # Short names, which layers of a model may have too, only in files of peft.
-    r"|^base_model\.(?:.+\.)?(?P<peft>adamss|adaption|beft|bone|deft|frod|glora|hira|hra|lily"
-    r"|miss|osf|peanut|poly|psoft|pvera|road|shadow|supertuning|tinylora|unilora)_\w+(?:\.|$)"
-    r"|^(?P<prompt>prompt_embeddings|prefix_task_\w+)$|(?:^|\.)internal_(?P<xlora>xlora)_classifier\."
-)
-_FOREIGN_TYPES = {
-    "scalar": "LyCORIS with use_scalar",
-    "nemo": "LoRA of NeMo",
-    "adalora": "ADALORA",
-    "glora": "GLoRA",
-    "ia3": "IA3 of LyCORIS",
-    "tlora": "T-LoRA",
-    "adaption": "ADAPTION_PROMPT",
-    "prompt": "prompt or prefix tuning",
-}
 _BASE = "base_model.model."
 
 # Patterns of layers that match any text in at most some thousand steps.
 _SIMPLE = re.compile(r"[\w.\-|()\\^$\[\]]*(?:(?<!\))[*+][\w.\-|()\\^$\[\]]*){0,2}")
-
-# Settings of peft under which an adapter changes more than the product of two matrices.
-_VARIANTS = {
-    "use_qalora": "QA-LoRA",
-    "use_bdlora": "BD-LoRA",
-    "alora_invocation_tokens": "aLoRA, which applies only after certain tokens,",
-    "arrow_config": "Arrow",
-    "velora_config": "VeLoRA",
-    "monteclora_config": "MonteCLoRA",
-    "kasa_config": "KaSA",
-    "layer_replication": "layer_replication, which gives the model more layers than its file,",
-}
-
-# Settings of peft under which each layer has a further tensor, and its role.
-_LAYERS_HAVE = {"use_dora": "magnitude", "lora_bias": "bias"}
-
-_MERGED = ("LORA", "LOHA", "LOKR", "IA3", "TRAINABLE_TOKENS", "LN_TUNING", *METHODS)
-
-# Types that cannot be merged into weights, each with the reason.
-UNMERGED = {
-    **dict.fromkeys(
-        (
-            _FOREIGN_TYPES["prompt"],
-            *"ADAPTION_PROMPT PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE".split(),
-        ),
-        "adds to the model's input and changes no weights",
-    ),
-    **dict.fromkeys(("LILY", "POLY", "SHADOW", "XLORA"), "changes with the input"),
-}
-
-# What is loaded along with a model and is not merged: its name, what it does, and the function that loads it; the names
-# of all of its tensors, or of one.
-_COMPANIONS = (
-    (
-        ("a textual inversion embedding", "adds tokens to the text encoder", "load_textual_inversion() of diffusers"),
-        re.compile(r"emb_params|clip_[lg]|t5xxl|<[^<>]{1,99}>|\*|string_to_param\..*"),
-    ),
-    (
-        ("a hypernetwork", "changes the inputs of attentions while the model runs", "the web UI that trained it"),
-        re.compile(r"\d+\.\d\.linear\.\d+\.(?:weight|bias)"),
-    ),
-    (
-        ("an adapter of AdapterHub", "adds layers to the model", "load_adapter() of the library adapters"),
-        re.compile(r".*\.(?:adapters\.[^.]+\.adapter_(?:down|up)|loras\.[^.]+\.lora_[AB]|invertible_adapters)\b.*"),
-    ),
-    (
-        ("an IP-Adapter", "adds attentions to an image", "load_ip_adapter() of diffusers"),
-        re.compile(r"(?:image_proj|ip_adapter)\..*"),
-    ),
-)
-_CONTROL_LORA = ("a Control-LoRA", "takes its other weights from the model while it runs", "ComfyUI")
-
-# Values of `init_lora_weights` with which the base is changed before training.
-_REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class AdapterLayer(Struct, frozen=True):
@@ -212,7 +134,7 @@ FETCH, OWN_CONFIG = "fetch the adapter again", f"use the {CONFIG} that was saved
 OTHER_BASE, OWN_LIBRARY = "give the base that it was trained on", "merge it with the library that trained it"
 
 # The roles whose first axis is the rank.
-_WITH_RANK = ("A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")
+WITH_RANK = ("A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")
 
 
 class Adapter(Struct, frozen=True):
@@ -306,7 +228,7 @@ class Adapter(Struct, frozen=True):
 
     def with_rank(self, layer: AdapterLayer) -> TensorSpec | None:
         """Return the spec of the tensor of a layer whose first axis is the rank."""
-        return next((spec for role in _WITH_RANK if (spec := self.spec(layer, role)) is not None), None)
+        return next((spec for role in WITH_RANK if (spec := self.spec(layer, role)) is not None), None)
 
     def rank(self, layer: AdapterLayer) -> int:
         config, one = self.settings(layer), self.with_rank(layer)
@@ -397,22 +319,6 @@ class Adapter(Struct, frozen=True):
         return self.weight * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def open_adapter(text: str, base: Checkpoint) -> Adapter:
-    """Open the adapter that ``--adapter`` names: a folder, a file of weights, or the configuration of an adapter inside
-    its base; ``=0.5`` at the end of the text is its weight. Raises ``AdapterError`` if it cannot be merged."""
-    path, weight = _weighted(text)
-    file = Path(path)
-    if file.suffix == ".json":
-        adapter = adapter_in(base, "", _config(file))
-    else:
-        adapter = adapter_in(open_file(path), path, config_beside(path))
-    _refuse(adapter)
-    if not adapter.layers:
-        raise adapter.refused("holds no layers of an adapter", "give the folder or file that peft or a trainer saved")
-    check_alone(adapter)
-    return replace(adapter, weight=weight)
-
-
 def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any] | None = None) -> Adapter:
     """Return the adapter in a checkpoint, recognised by the names of tensors; without layers if there is none."""
     is_peft = bool(config)  # names in files of peft do not begin with a component of a pipeline
@@ -448,7 +354,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         component = None if is_peft else _COMPONENT.match(match["module"])
         # Without the path of an adapter, the file may be a model with parameters of this name.
         is_named = component is not None and (path or component["dotted"] in (None, "diffusion_model"))
-        if role in _DIFFERENCES and not is_named:
+        if role in DIFFERENCES and not is_named:
             saved.update({key: key} if path else {})
             continue
         prefix = "" if component is None else component["dotted"] or component["kohya"]
@@ -457,8 +363,8 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         module = module.replace(".", "_") if component is not None and component["kohya"] else module
         if found.setdefault((prefix, module), {}).setdefault(role, key) != key:
             saved[key] = key  # a second tensor with the same role
-        if role in _REPLACED:
-            saved[f"{module}.{_REPLACED[role]}"] = key
+        if role in REPLACED:
+            saved[f"{module}.{REPLACED[role]}"] = key
         if match["name"]:
             names.add(match["name"])
     layers = (
@@ -472,64 +378,6 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
 def _wrapped(name: str) -> str:
     """Return a name in the model that peft wrapped, which may itself be inside another module."""
     return f".{name}".rpartition(f".{_BASE}")[2].removeprefix(".")
-
-
-def adapter_paths(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the folders and files that ``--adapter`` names, without their weights."""
-    return tuple(_weighted(text)[0] for text in texts)
-
-
-def _weighted(text: str) -> tuple[str, float]:
-    path, equals, number = text.rpartition("=")
-    if not equals or Path(text).exists():
-        return text, 1.0
-    try:
-        weight = float(number)
-    except ValueError:
-        if not Path(path).exists():
-            return text, 1.0  # opening it then reports the missing file
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise AdapterError(
-            Opt("adapter", text), ": the weight of an adapter has to be a finite number, for example 0.5"
-        )
-    return path, weight
-
-
-def config_file(path: str, *names: str) -> Path | None:
-    """Return the file of an adapter's configuration, or one with another name, in a folder or beside a file; None if
-    there is none."""
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    return next((folder / name for name in names or (CONFIG, _OF_VERL) if (folder / name).is_file()), None)
-
-
-def config_beside(path: str, *names: str) -> Mapping[str, Any] | None:
-    """Return what ``config_file`` finds, parsed; None if there is none."""
-    file = config_file(path, *names)
-    return _config(file) if file is not None else None
-
-
-def model_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the ``config.json`` beside a file; empty if it is missing or unreadable."""
-    if checkpoint.format == IN_MEMORY:
-        return {}
-    try:
-        return config_beside(checkpoint.path, "config.json") or {}
-    except (AdapterError, UnreadableError, HostileError):
-        return {}
-
-
-def _config(file: Path) -> Mapping[str, Any]:
-    content = Content.of_file(str(file))
-    try:
-        parsed = content.bounds.parse_json(content[:])
-    except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{file}: invalid JSON ({error}); get it from the adapter's source") from error
-    if not isinstance(parsed, dict):
-        raise AdapterError(f"{file}: not the configuration of an adapter; get it from the adapter's source")
-    if file.name == _OF_VERL and not parsed.get("lora_alpha"):
-        parsed.pop("lora_alpha", None)
-    return parsed
 
 
 def _noted(checkpoint: Checkpoint, name: str) -> str:
@@ -567,140 +415,3 @@ def _number(name: str, value: object) -> float:
             f"the {name} of {CONFIG} has {value!r:.40} instead of a number; get the file from its source"
         )
     return value
-
-
-def companion(checkpoint: Checkpoint) -> tuple[str, str, str] | None:
-    """Return what a file is that is loaded along with a model (``_COMPANIONS``); None for any other file."""
-    if "lora_controlnet" in checkpoint.specs:
-        return _CONTROL_LORA
-    keys = [".".join(map(str, (*checkpoint.container, key))) for key in checkpoint.specs]
-    found = (facts for facts, named in _COMPANIONS if keys and all(map(named.fullmatch, keys)))
-    return next(found, None)
-
-
-def foreign_type(adapter: Adapter) -> str:
-    """Return the type of an adapter that cannot be merged, from its configuration or the names of its tensors; empty
-    for any other adapter."""
-    if adapter.kind not in _MERGED:
-        return adapter.kind
-    if adapter.method is not None:
-        return ""
-    found = next(filter(None, map(_FOREIGN.search, adapter.checkpoint.specs)), None)
-    if found is None:
-        return ""
-    name = str(found[1] or found["peft"] or found.lastgroup)
-    return _FOREIGN_TYPES.get(name, name.upper())
-
-
-def is_foreign(adapter: Adapter, key: str) -> bool:
-    """Return whether a tensor belongs to an adapter that cannot be merged, and not to a model."""
-    found = _FOREIGN.search(key)
-    is_of_peft = key.startswith("base_model.") and (bool(adapter.config) or ".lora_" in key)
-    is_of_adapter = key.endswith(".alpha") or is_of_peft
-    return found["scalar"] is None if found else is_of_adapter
-
-
-def _refuse(adapter: Adapter) -> None:
-    """Raise ``AdapterError`` for an adapter that cannot be merged from its tensors."""
-    config, kind = adapter.config, adapter.kind
-    if adapter.path and (one := companion(adapter.checkpoint)):
-        name, does, loader = one
-        raise adapter.refused(f"{name}, which {does} and is not merged", f"load it along with the model, with {loader}")
-    if (other := foreign_type(adapter)) and (adapter.path or kind not in _MERGED):
-        if other in UNMERGED:
-            remedy = "load it along with the model, in peft with PeftModel.from_pretrained()"
-            raise adapter.refused(f"an adapter of the type {other}, which {UNMERGED[other]}", remedy)
-        if other in METHODS:
-            raise adapter.refused(f"an adapter of the type {other}, without its {CONFIG}", "put that next to it")
-        remedy = OWN_LIBRARY + " (in peft: merge_and_unload())" * ("peft_type" in config)
-        raise adapter.refused(f"an adapter of the type {other}, which ckptfix does not merge", remedy)
-    types = {layer.type.upper() for layer in adapter.layers}
-    if types and "peft_type" in config and types & {"LOHA", "LOKR"} != {kind} & {"LOHA", "LOKR"}:
-        words = f"{CONFIG} says the type {kind}, and it has matrices of {' and '.join(sorted(types))}"
-        raise adapter.refused(words, OWN_CONFIG)
-    for name, words in _VARIANTS.items():
-        if config.get(name):
-            raise adapter.refused(f"trained with {words} and cannot be merged from its matrices only", "use peft")
-
-
-def _matrices(adapter: Adapter, layer: AdapterLayer) -> Sequence[str]:
-    """Return the roles of the matrices that a layer requires."""
-    if adapter.method is not None:
-        return adapter.roles(layer)
-    if not layer.keys.keys() - {*_DIFFERENCES, "alpha"}:
-        return ()
-    if layer.keys.keys() & {*KRONECKER}:
-        one, two = ((name,) if name in layer.keys else (f"{name}_a", f"{name}_b") for name in ("lokr_w1", "lokr_w2"))
-        return (*one, *two, *CORES[2:3] * (CORES[2] in layer.keys and len(two) > 1))
-    if layer.keys.keys() & {*HADAMARD}:
-        return (*HADAMARD, *CORES[:2] * any(core in layer.keys for core in CORES[:2]))
-    return ("A", "B", *CORES[3:] * (CORES[3] in layer.keys))
-
-
-_MATRICES = ("A", "B", *HADAMARD, *KRONECKER, *CORES)
-
-
-def check_alone(adapter: Adapter) -> None:
-    """Raise ``AdapterError`` for defects of an adapter that do not depend on its base."""
-    if len(adapter.names) > 1:
-        words = f"holds {len(adapter.names)} adapters ({', '.join(adapter.names)})"
-        raise adapter.refused(words, "save each separately and merge them one after the other")
-    how = adapter.config.get("init_lora_weights")
-    if isinstance(how, str) and how.lower().startswith(_REBUILT):
-        raise adapter.refused(
-            f"trained with init_lora_weights={how}, which changes the base too",
-            "merge it in peft, which repeats that, or convert it there with "
-            "save_pretrained(…, path_initial_model_for_weight_conversion=…)",
-        )
-    # The components of a pipeline are trained separately: each may have been saved with or without alphas.
-    scaled = {layer.component for layer in adapter.layers if "alpha" in layer.keys}
-    lacking = [
-        layer
-        for layer in adapter.layers
-        if layer.component in scaled and {*_WITH_RANK} & layer.keys.keys() and "alpha" not in layer.keys
-    ]
-    if lacking:
-        words = f"{len(lacking)} of {len(adapter.layers)} layers have lost their alpha, such as {lacking[0].module}"
-        raise adapter.refused(words, FETCH)
-    for layer in adapter.layers:
-        for role, key in layer.keys.items():
-            if role not in ("alpha", "shira_indices") and "float" not in (dtype := adapter.checkpoint.specs[key].dtype):
-                words = f"{key} is stored as {dtype}, but changes of weights are floats"
-                raise adapter.refused(words, "use the adapter from before the conversion")
-        if {"scale", "tokens", *_REPLACED} & layer.keys.keys():
-            continue
-        matrices = _matrices(adapter, layer)
-        if other := next((role for role in _MATRICES if role in layer.keys and role not in matrices), ""):
-            words = f"{layer.module} has matrices of two types ({matrices[0]} and {other})"
-            raise adapter.refused(words, OWN_LIBRARY)
-        specs = [spec for role in matrices if (spec := adapter.spec(layer, role)) is not None]
-        if len(specs) < len(matrices) and adapter.config.get("save_projection") is False:
-            words = "saved without its random matrices (save_projection=False)"
-            raise adapter.refused(words, "merge it in peft, which makes them again")
-        if len(specs) < len(matrices):
-            raise adapter.refused(f"{layer.module} has only {len(specs)} of its {len(matrices)} matrices", FETCH)
-        if any(spec.numel == 0 for spec in specs):
-            words = f"{layer.module} has an empty matrix, as ZeRO-3 and FSDP save parameters that were not gathered"
-            raise adapter.refused(words, "gather them and save the adapter again")
-        if not adapter.config or not specs or adapter.method is not None:
-            continue
-        adapter.scaling(layer)
-        rank, one, settings = adapter.rank(layer), adapter.with_rank(layer), adapter.settings(layer)
-        two = adapter.spec(layer, "B")
-        if one is not None and two is not None and two.shape[1:] == (rank,) and one.shape[0] in (2 * rank, 3 * rank):
-            words = f"{layer.module} has a matrix for each part of a fused layer, as in loralib and LitGPT"
-            raise adapter.refused(words, OWN_LIBRARY)
-        if one is not None and one.shape[:1] != (rank,) and not settings.get("target_parameters"):
-            words = (
-                f"{layer.module} has matrices of rank {one.shape[0]}, and the r or rank_pattern of {CONFIG} says {rank}"
-            )
-            raise adapter.refused(words, OWN_CONFIG)
-        for option, role in _LAYERS_HAVE.items():
-            if settings.get(option) and role not in layer.keys:
-                raise adapter.refused(f"trained with {option}, and {layer.module} has no {role} vector", FETCH)
-            if settings.get(option) is False and role in layer.keys:
-                words = f"{layer.module} has a {role} vector, and {CONFIG} says that {option} is off"
-                raise adapter.refused(words, OWN_CONFIG)
-    has_tokens = any("tokens" in layer.keys for layer in adapter.layers)
-    if adapter.config.get("trainable_token_indices") and not has_tokens:
-        raise adapter.refused("trained with trainable_token_indices, and has no rows of tokens", FETCH)

@@ -10,16 +10,8 @@ from typing import Any
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.finding import counted
 from ckptfix.errors import AdapterError, Opt
-from ckptfix.reading.adapters import (
-    CONFIG,
-    FETCH,
-    OTHER_BASE,
-    OWN_LIBRARY,
-    Adapter,
-    AdapterLayer,
-    adapter_in,
-    model_config,
-)
+from ckptfix.reading.adapters import FETCH, OTHER_BASE, OWN_LIBRARY, Adapter, AdapterLayer, adapter_in
+from ckptfix.reading.configs import CONFIG, model_config
 from ckptfix.rules.quantised_layers import MULTIPLIED, beside_codes, wanted_layers
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")

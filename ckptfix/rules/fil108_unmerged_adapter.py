@@ -48,21 +48,9 @@ from ckptfix.core.edits import MergeAdapter
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Placeholder, Remedy, advise, counted
 from ckptfix.core.wording import first_names
 from ckptfix.errors import AdapterError, Opt
-from ckptfix.reading.adapters import (
-    CONFIG,
-    FETCH,
-    UNMERGED,
-    Adapter,
-    adapter_in,
-    check_alone,
-    companion,
-    config_beside,
-    config_file,
-    foreign_type,
-    is_foreign,
-    model_config,
-    open_adapter,
-)
+from ckptfix.reading.adapter_checks import UNMERGED, check_alone, companion, foreign_type, is_foreign, open_adapter
+from ckptfix.reading.adapters import FETCH, Adapter, adapter_in
+from ckptfix.reading.configs import CONFIG, config_beside, config_file, model_config
 from ckptfix.rules.merging import Merge, edits_within, find_merge, merge_edits, plain_name
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import is_plain

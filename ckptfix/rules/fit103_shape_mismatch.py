@@ -66,7 +66,7 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.parts import Part, Shape, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
-from ckptfix.reading.adapters import model_config
+from ckptfix.reading.configs import model_config
 from ckptfix.rules.fit101_missing_key import fillings
 from ckptfix.rules.leftovers import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.misfits import Case, Misfits, adapt_edits, differ_by_ones, of_use, parts_of_ranks, recipes_of

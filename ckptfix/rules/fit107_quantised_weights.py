@@ -44,7 +44,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, MXFP4_TURNED, NVFP4, Dequantise, Drop, Edit, Rename
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.target import PARAMETER, Slot, Target
-from ckptfix.reading.adapters import model_config
+from ckptfix.reading.configs import model_config
 from ckptfix.rules.quantised_layers import CODES, DEQUANTISE, SCALES, QuantisedLayer, wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.dequantising import QuantState, quant_state, scale_steps

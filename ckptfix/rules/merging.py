@@ -21,7 +21,6 @@ from ckptfix.errors import AdapterError, Opt
 from ckptfix.maps.library import aliases
 from ckptfix.maps.resolving import Move
 from ckptfix.reading.adapters import (
-    CONFIG,
     CORES,
     HADAMARD,
     KRONECKER,
@@ -30,9 +29,9 @@ from ckptfix.reading.adapters import (
     OWN_LIBRARY,
     Adapter,
     AdapterLayer,
-    model_config,
 )
 from ckptfix.reading.boxes import row_major_bytes
+from ckptfix.reading.configs import CONFIG, model_config
 from ckptfix.rules.adapter_names import EMBEDDINGS, HEADS, BaseNames, is_copied, is_of_words, quantised
 from ckptfix.rules.quantised_layers import beside_codes
 

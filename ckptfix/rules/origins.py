@@ -27,7 +27,7 @@ from ckptfix.core.target import Target
 from ckptfix.core.wrappers import bare
 from ckptfix.maps.names import by_number, concepts, kind, segments
 from ckptfix.maps.recipes import HF_FILE, Layout
-from ckptfix.reading.adapters import model_config
+from ckptfix.reading.configs import model_config
 from ckptfix.rules import RENAMED_LAYERS
 
 _NUMBERS = r"[0-9]+"

@@ -24,7 +24,7 @@ from ckptfix.core.plan import Plan, Step
 from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import AdapterError, UsageError
 from ckptfix.maps.library import shipped
-from ckptfix.reading.adapters import open_adapter
+from ckptfix.reading.adapter_checks import open_adapter
 from ckptfix.reading.opening import open_file, open_state_dict
 from ckptfix.report.edits import edit_lines
 from ckptfix.rules.fil108_unmerged_adapter import unmerged_adapter
