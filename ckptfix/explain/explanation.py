@@ -13,9 +13,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.core.config import parse_toml
-from ckptfix.core.wording import no_option, shell_join, shell_quote
 from ckptfix.errors import one_line
-from ckptfix.explain.fit import Advice, read_fit
+from ckptfix.explain.advice import Advice, Cause, MessageContext, filled, filled_advice
+from ckptfix.explain.fit import read_fit
 from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages
 
 # Characters: a match this near the start is shown from the start; those shown around a match; the most shown.
@@ -97,26 +97,10 @@ def _load() -> tuple[KnownMessage, ...]:
 RECORDS = _load()  # Every known message. A message matches one of them, not counting the general ones.
 
 
-FILE, MODEL = "FILE", "PKG.MOD:FACTORY"  # placeholders in a command for an unknown file or model
-_PLACE = re.compile(r"\{(\w+)\}")
-_OPENING = re.compile(r"(?:load|open)\(\{path\}")
 _SPREAD = (
     "The folder is a checkpoint of a distributed training. The weights are spread over its files, which only the"
     " framework that saved them loads as they are."
 )
-
-
-class MessageContext(Struct, frozen=True):
-    """What is known besides the text: the file or folder, the flags that name its model, as words, the file's entries,
-    the Python expression for its state_dict, empty for a file that cannot be read, and the command that merges the
-    files of a training run, empty unless it is a folder of them."""
-
-    file: str | None = None
-    model: tuple[str, ...] = ()
-    code: str | None = None
-    entries: frozenset[str] = frozenset()
-    merging: str = ""
-    is_folder: bool = False
 
 
 class Explanation(Struct, frozen=True):
@@ -130,7 +114,7 @@ class Explanation(Struct, frozen=True):
 
     name: str
     said: str
-    causes: tuple[tuple[str, tuple[str, ...]], ...]
+    causes: tuple[Cause, ...]
     advice: tuple[Advice, ...]
     source: str
     codes: tuple[str, ...]
@@ -239,8 +223,8 @@ def _explanation(
     return Explanation(
         name=record.name,
         said=record.said(message),
-        causes=((_filled(record.held if is_held else record.cause, values), ()), *own_causes),
-        advice=tuple(_filled_advice(advice, values, subject)),
+        causes=((filled(record.held if is_held else record.cause, values), ()), *own_causes),
+        advice=tuple(filled_advice(advice, values, subject)),
         source=record.source,
         codes=record.codes,
         others=tuple(dict.fromkeys(n for n in (*(other.name for other, _ in rest), *others) if n != record.name)),
@@ -248,27 +232,6 @@ def _explanation(
         file=subject.file,
         about_file=record.about_file,
     )
-
-
-def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject: MessageContext) -> Iterator[Advice]:
-    words = {
-        "FILE": shell_quote(no_option(subject.file)) if subject.file else FILE,
-        "MODEL": shell_join(subject.model[1:2]) if subject.model[:1] == ("--model",) else MODEL,
-    }
-    for each in advice:
-        if "{load}" in each.code and not values["load"]:
-            continue
-        if subject.is_folder and _OPENING.search(each.code):
-            continue
-        command = each.command
-        if subject.model:
-            command = command.replace("--model {MODEL}", shell_join(subject.model))
-        yield Advice(_filled(each.text, values), _filled(command, words), _filled(each.code, values))
-
-
-def _filled(text: str, values: Mapping[str, str]) -> str:
-    """Return the text with known names in braces replaced by their values; other braces stay."""
-    return _PLACE.sub(lambda place: values.get(place[1], place[0]), text)
 
 
 # The least number of words of both messages, and the similarity (0 to 1) above which a known message is suggested.

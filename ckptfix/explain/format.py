@@ -12,8 +12,8 @@ from ckptfix.core.option import REPAIR
 from ckptfix.core.options import command_words
 from ckptfix.core.report import Report
 from ckptfix.core.wording import shell_join
-from ckptfix.explain.explanation import MODEL, Explanation, KnownMessage
-from ckptfix.explain.fit import Advice
+from ckptfix.explain.advice import MODEL, Advice
+from ckptfix.explain.explanation import Explanation, KnownMessage
 from ckptfix.reading.folders.folders import OF_TRAINING
 from ckptfix.report.advice import Presentation, message_with_count, suggested
 from ckptfix.report.key_lists import folded_lines
