@@ -80,7 +80,8 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     yield from _strange_masters(rule, context)
     yield from _merged(rule, checkpoint)
     path = Path(checkpoint.path)
-    if (path / "latest").is_file() or path.with_name("latest").is_file():
+    is_of_zero = path.name.endswith("_model_states.pt")
+    if is_of_zero or (path / "latest").is_file() or path.with_name("latest").is_file():
         from ckptfix.reading.folders.ranks.zero import beside  # imported late: few files need it
 
         if (found := beside(path)) is not None:

@@ -76,6 +76,16 @@ def test_model_states_of_zero_3(tmp_path: Path) -> None:
     assert report.exit_code == 1
 
 
+def test_model_states_that_are_whole_beside_their_masters(tmp_path: Path) -> None:
+    folder, _ = unpacked("zero2_w2_bf16_g2", tmp_path)
+    path = folder / "global_step2" / "mp_rank_00_model_states.pt"
+    (finding,) = ckptfix.check(path, select=(CODE,)).findings
+    assert (finding.level, str(path.parent) in finding.message) == (Level.NOTE, True)
+    for other in path.parent.glob("*optim_states.pt"):
+        other.unlink()
+    assert ckptfix.check(path, select=(CODE,)).findings == ()
+
+
 def test_flattened_parameters(tmp_path: Path) -> None:
     path = tmp_path / "rank0.pt"
     torch.save({"_fsdp_wrapped_module._flat_param": torch.ones(9), "bn.running_mean": torch.ones(3)}, path)

@@ -48,6 +48,9 @@ FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded, offloaded)
 # The names of their files are in `ranks/names.py`.
 FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, nanotron, fairseq2, fsdp)
 
+# Text files that name the latest save in their folder. `may_be_rank` is true for them.
+_POINTERS = frozenset((zero.LATEST, universal.LATEST, megatron.LATEST, nanotron.LATEST))
+
 # Formats of folders that only training frameworks load.
 OF_TRAINING = frozenset(form.NAME for form in (*FRAMEWORKS, fairscale, dcp, dcp_safetensors))
 
@@ -149,7 +152,10 @@ def has_ranks(folder: Path) -> bool:
 
 
 def read_siblings(file: Path, salvage: bool) -> Document | None:
-    """Return the document of all ranks beside a file that is one of them; None for any other file."""
+    """Return the document of all ranks beside a file that is one of them or names the latest save; None for any other
+    file."""
+    if file.name in _POINTERS and file.is_file() and (has_ranks(file.parent) or _items(file.parent)[1]):
+        return read_folder(str(file.parent), salvage)
     if dcp_safetensors.SHARD.fullmatch(file.name) and file.is_file():
         return dcp_safetensors.read_folder(file.parent)
     if (epoch := sharded.read_siblings(file)) is not None:

@@ -27,7 +27,7 @@ from ckptfix.reading.weights.document import Document
 
 NAME = NANOTRON
 
-_LATEST = "latest.txt"
+LATEST = "latest.txt"
 _NUMBER = re.compile(r"(\d+)")
 _SIZE = re.compile(r"(?:np\.int\d+\()?(\d+)")
 _OF_TENSORS, _OF_EXPERTS = re.compile(r"(?<=tp-rank-)\d+"), re.compile(r"tp-rank-\d+-of-\d+_exp-rank-\d+-of-\d+")
@@ -37,7 +37,7 @@ _SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
 def find(folder: Path) -> Path | None:
     """Return the folder of a save: this one, or that of the step in ``latest.txt``; None if there is none."""
     return tagged(
-        folder, _LATEST, lambda place: (place / NANOTRON_METADATA).is_file() and (place / NANOTRON_MODEL).is_dir()
+        folder, LATEST, lambda place: (place / NANOTRON_METADATA).is_file() and (place / NANOTRON_MODEL).is_dir()
     )
 
 

@@ -85,9 +85,12 @@ def folder_of(file: Path) -> Path | None:
 
 
 def beside(path: Path) -> Path | None:
-    """Return the folder of ranks beside weights that a trainer such as transformers wrote; None if there is none."""
+    """Return the folder of ranks beside weights that a trainer such as transformers wrote, or beside model states that
+    are complete without them; None if there is none."""
     folder = path if path.is_dir() else path.parent
     with suppress(CkptfixError, OSError):
+        if ZERO_MODEL.fullmatch(path.name):
+            return folder if by_rank(folder, ZERO_OPTIM) else None
         found = find(folder) if path.exists() and (folder / LATEST).is_file() else None
         return found if found != folder else None
     return None

@@ -489,6 +489,7 @@ def test_the_folder_around_a_torch_dist_folder_is_the_same_checkpoint(tmp_path: 
         with pytest.raises(UnreadableError, match="holds 2 checkpoints"):
             ckptfix.open_checkpoint(tmp_path)
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("3\n")
+        assert ckptfix.open_checkpoint(tmp_path / "latest_checkpointed_iteration.txt").path == str(tmp_path / home)
     around, inner = (ckptfix.open_checkpoint(folder) for folder in (tmp_path, tmp_path / home))
     assert [around.keys(), around.container] == [inner.keys(), ("model",)]
     got, wanted = around.state_dict(), inner.state_dict()

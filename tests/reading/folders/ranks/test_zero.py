@@ -124,7 +124,14 @@ def test_latest_names_one_of_several_tags(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match=r"holds 2 checkpoints \(global_step2, later\); name one"):
         ckptfix.open_checkpoint(folder)
     (folder / "latest").write_text("later")
-    assert ckptfix.open_checkpoint(folder).path == str(folder / "later")
+    for given in (folder, folder / "latest"):
+        assert ckptfix.open_checkpoint(given).path == str(folder / "later")
+
+
+def test_a_text_file_named_latest_without_ranks_is_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("model.pth")
+    with pytest.raises(UnreadableError, match="a text file, not a checkpoint"):
+        ckptfix.open_checkpoint(tmp_path / "latest")
 
 
 def test_a_folder_of_a_trainer_keeps_its_own_weights(tmp_path: Path) -> None:
