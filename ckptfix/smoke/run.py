@@ -322,8 +322,9 @@ def _culprit(origin: FaultOrigin) -> str:
         return culprit
     negative = [figures.tensor for figures in origin.weights if figures.is_negative_variance]
     broken = [figures.tensor for figures in origin.weights if figures.is_broken]
-    states = [f"{' and '.join(broken)} is not finite itself"] if broken else []
-    states += [f"{' and '.join(negative)} is negative"] if negative else []
+    states = [f"{' and '.join(broken)} {'is not finite itself' if len(broken) == 1 else 'are not finite themselves'}"]
+    states = states if broken else []
+    states += [f"{' and '.join(negative)} {'is' if len(negative) == 1 else 'are'} negative"] if negative else []
     return f"{culprit}, whose {' and '.join(states) or 'own weights are finite'}"
 
 

@@ -97,7 +97,7 @@ def _by_class(classes: Iterable[str]) -> Architecture | None:
     word, _ = next(iter(Counter(each for each in classes if "." in each).most_common(1)), ("", 0))
     module, _, own = word.rpartition(".")
     model = f"{'your_script' if module == '__main__' else module}:{own}"
-    return Architecture(own, Confidence.GUESS, (f"saved whole, as a {word}",), model) if word else None
+    return Architecture(own, Confidence.GUESS, (f"saved whole, as {word}",), model) if word else None
 
 
 def _by_family(shapes: Shapes) -> Architecture | None:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from posixpath import basename, splitext
 from typing import Any
 
 from msgspec import Struct
@@ -13,6 +14,7 @@ from ckptfix.zoo.items import Item, ItemKind
 from ckptfix.zoo.manifest import Outcome, Record, now, versions
 from ckptfix.zoo.zoo_toml import Treatment
 
+DRAFT = "draft"  # the repaired file, before it is in place
 SOURCE = "source"  # the folder for copies of a remote source, under their names in the zoo
 
 
@@ -93,6 +95,8 @@ class Job(Struct, frozen=True):
     def shown(self, text: str, files: JobFiles) -> str:
         """Return a message with temporary paths replaced by names in the zoo."""
         own = f"{files.scratch}/{files.number}."
+        goal = self.written_name
+        text = text.replace(f"{own}{DRAFT}s/{basename(goal)}", goal).replace(f"{own}{DRAFT}{splitext(goal)[1]}", goal)
         for prefix in (f"{own}{SOURCE}/", own, f"{Path(self.source)}/"):
             if prefix != "./":  # paths below "." have no prefix, and "../" must stay
                 text = re.sub(rf"(?<![\w./-]){re.escape(prefix)}", "", text)

@@ -32,7 +32,7 @@ from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.committing import copy_file, deliver_staged, sha256_of_files
 from ckptfix.zoo.items import Item, ItemKind, on_this_machine
-from ckptfix.zoo.job import SOURCE, Done, Job, JobFiles, Others, Staged, failed
+from ckptfix.zoo.job import DRAFT, SOURCE, Done, Job, JobFiles, Others, Staged, failed
 from ckptfix.zoo.manifest import Outcome, Record, free_name, line_of
 from ckptfix.zoo.naming import name_with_hash, wrong_hash
 from ckptfix.zoo.places import Place, open_place
@@ -53,7 +53,7 @@ def repair_item(job: Job, path: Path, area: JobFiles) -> Done:
     goal = job.written_name
     are_several = job.treatment.settings.get("shard_size") is not None or bool(job.item.beside)
     # The suffix selects the format; several files need their final names, so a folder.
-    draft = area.folder("drafts") / basename(goal) if are_several else area.file(f"draft{splitext(goal)[1]}")
+    draft = area.folder(f"{DRAFT}s") / basename(goal) if are_several else area.file(f"{DRAFT}{splitext(goal)[1]}")
     written: dict[str, Any] = {"output": draft, "only_changes": True, "flush": not _is_flushed_later(job)}
     with without_threads() if job.item.size <= SMALL else nullcontext():
         done = _with_fitting_recipes(repair, path, {**written, "dry_run": job.dry_run, **job.treatment.arguments})
@@ -227,7 +227,7 @@ def perform(job: Job, scratch: Path) -> Done:
     except CkptfixError as error:
         done = replace(_refused(job, error, area), is_exhausted=_is_of_memory(error))
     except OSError as error:
-        done = failed(job, f"{error.filename or job.item.name}: {error.strerror or error}")
+        done = failed(job, job.shown(f"{error.filename or job.item.name}: {error.strerror or error}", area))
     except MemoryError:
         advice = "run the same command again with fewer --jobs, or on a machine with more"
         reason = f"{job.item.name}: not enough memory; {advice}"

@@ -20,6 +20,7 @@ from msgspec import Struct
 from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.facts import Kind
 from ckptfix.core.objects import Opaque
+from ckptfix.core.options import key_text
 from ckptfix.core.parts import Shapes
 from ckptfix.core.progress import Task
 from ckptfix.core.wrappers import bare, colliding, segments_in
@@ -128,13 +129,13 @@ def each_on_this_machine(
 
 def _summary_of(item: Item, path: Path | CkptfixError, layouts: dict[str, ItemLayout]) -> ItemSummary | None:
     if isinstance(path, CkptfixError):  # it cannot be fetched
-        return ItemSummary(item.name, fault=str(path))
+        return ItemSummary(item.name, fault=path.worded(key_text))
     try:
         checkpoint = open_file(str(path))
     except CkptfixError as error:
         if item.tolerates and isinstance(error, item.tolerates):
             return None
-        fault = str(error).replace(str(path), item.name).removeprefix(f"{item.name}: ")
+        fault = error.worded(key_text).replace(str(path), item.name).removeprefix(f"{item.name}: ")
         whole = 0
         if not (is_hostile := isinstance(error, HostileError)):
             with suppress(CkptfixError):

@@ -74,6 +74,13 @@ def test_an_output_that_is_not_finite_is_traced() -> None:
     assert finding.evidence["first_weights"][0].startswith("running_var")  # what is broken comes first
 
 
+def test_several_broken_tensors_are_named_in_the_plural() -> None:
+    mean = Figures("running_mean", "float32[4]", nan=4)
+    both = replace(BROKEN, weights=(mean, *BROKEN.weights))
+    message = only(replace(RAN, non_finite=(NAN,), origin=both)).message
+    assert message.endswith("whose running_mean and running_var are not finite themselves")
+
+
 def test_finite_weights_are_not_accused() -> None:
     origin = replace(BROKEN, weights=(Figures("weight", "float32[4]", low=0, high=1),))
     finding = only(replace(RAN, non_finite=(NAN,), origin=origin))

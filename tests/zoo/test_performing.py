@@ -136,9 +136,10 @@ def test_the_command_says_what_to_do(what, flags, tmp_path):
         ("old", "old/a.pth: cannot be read", "a.pth: cannot be read"),
         ("old", "threshold/a.pth and 'old/b.pth'", "threshold/a.pth and 'b.pth'"),
         ("/zoo/old", "/zoo/old/deep/a.pth: is cut short", "deep/a.pth: is cut short"),
-        ("old", "/tmp/7.source/a.pth: no (/tmp/7.draft.pth)", "a.pth: no (draft.pth)"),
+        ("old", "/tmp/7.drafts/a.pth: no space", "a.pth: no space"),
+        ("old", "/tmp/7.source/a.pth: no (/tmp/7.draft.pth)", "a.pth: no (a.pth)"),
     ],
-    ids=["the working directory", "relative", "part of another name", "absolute", "temporary"],
+    ids=["the working directory", "relative", "part of another name", "absolute", "shards", "temporary"],
 )
 def test_messages_have_the_names_of_the_zoo(source, text, shown):
     job = Job(7, Item("a.pth", 1, "s", ItemKind.FILE), source, "new", Treatment(), "a.pth", "x")

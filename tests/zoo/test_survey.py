@@ -103,6 +103,7 @@ def test_what_cannot_be_read_says_why(tmp_path):
     cut, evil = found["cut.pth"], found["evil.pth"]
     assert cut.layout is None
     assert "is cut short" in cut.fault
+    assert "salvage = true" in cut.fault  # as in zoo.toml
     assert not cut.fault.startswith("cut.pth")
     assert (cut.is_hostile, 0 < cut.whole <= 3) == (False, True)
     assert (evil.layout, evil.is_hostile, evil.whole) == (None, True, 3)
