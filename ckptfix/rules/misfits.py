@@ -82,7 +82,8 @@ class Case(Struct, frozen=True):
 
     ``recipes`` are the possible ones, that of the model's own library first; ``library`` is its name if known.
     ``words`` say what the shapes mean. ``grids`` are the file's and the model's, for tables of positions, and
-    ``unclear`` says why they are unknown. ``keeps_last``: the last row of a vocabulary is not a word."""
+    ``unclear`` says why they are unknown; ``by_hand`` is the form of those that the user has to give. ``keeps_last``:
+    the last row of a vocabulary is not a word."""
 
     name: str
     shapes: Pairs
@@ -91,6 +92,7 @@ class Case(Struct, frozen=True):
     library: str = ""
     grids: tuple[Grid, Grid] | None = None
     unclear: str = ""
+    by_hand: str = ""
     keeps_last: bool = False
 
 
@@ -223,7 +225,8 @@ class Misfits(Struct, frozen=True):
             if isinstance(known, str):
                 right = first.grids(None)  # if the user's grids are wrong
                 grids = None if isinstance(right, str) else right
-                yield Case(name, group, recipes, known, library, grids, unclear=known)
+                by_hand = ":".join(["ROWSxCOLUMNS"] * (1 if first.grid_of_model else 2))
+                yield Case(name, group, recipes, known, library, grids, unclear=known, by_hand=by_hand)
             else:
                 yield Case(name, group, recipes, first.words(*known), library, grids=known)
 
@@ -326,7 +329,6 @@ def _plain_cases(name: str, shapes: Pairs, longer: Collection[str]) -> Iterator[
 
 
 _SHOWN = 4  # recipes that a message names at most
-_BY_HAND = "ROWSxCOLUMNS:ROWSxCOLUMNS"
 
 
 def of_use(given: Sequence[Adaptation], known: Sequence[Case], done: Collection[str]) -> set[Adaptation]:
@@ -360,11 +362,12 @@ def adapt_edits(
             raise UsageError(Opt("adapt", asked.text), f" is not for {key}: {case.words}; give ", right)
         if case.unclear:
             shown = window if case.name == WINDOW_BIAS else tuple
-            by_hand = ":".join(size(shown(grid)) for grid in case.grids) if case.grids else _BY_HAND
+            by_hand = ":".join(size(shown(grid)) for grid in case.grids) if case.grids else case.by_hand
             right = Opt("adapt", asked.with_recipe(f"{asked.recipe}:{by_hand}"))
             if asked.old is not None and not case.grids:  # the user gave grids, and no better ones are known
                 raise UsageError(Opt("adapt", asked.text), f" does not fit {key}: {case.unclear}")
-            raise UsageError(f"{key} cannot be adapted: {case.unclear}; give the file's and the model's grids: ", right)
+            whose = "the file's and the model's grids" if ":" in by_hand else "the file's grid"
+            raise UsageError(f"{key} cannot be adapted: {case.unclear}; give {whose}: ", right)
         grids = (*case.grids[0], *case.grids[1]) if case.grids else ()
         # One past the file's last row means a new row.
         rows = (*range(min(old[0], new[0]) - 1), *[old[0]] * (new[0] - old[0]), old[0] - 1) if case.keeps_last else ()
@@ -405,7 +408,7 @@ def recipes_of(case: Case, target: Target, untrained: Mapping[str, int]) -> Iter
     texts = [f"{case.name}={recipe}" for recipe in case.recipes]
     first, *others = (text for text in texts[:_SHOWN] if text != PAD_TARGET or target.initial is not None)
     if case.unclear:
-        yield Remedy.of("resamples the file's grid to the model's", adapt=Placeholder(f"{first}:{_BY_HAND}"))
+        yield Remedy.of("resamples the file's grid to the model's", adapt=Placeholder(f"{first}:{case.by_hand}"))
     elif case.library:
         also = f"; {' and '.join(others)} {'fit' if len(others) > 1 else 'fits'} too" if others else ""
         yield Remedy.of(f"{_effect(first)}, and the model is one of {case.library}{also}", adapt=(first,))

@@ -208,7 +208,7 @@ def test_a_table_that_is_a_grid_shows_its_sides(order, old, new):
     assert torch.equal(made, expected.permute(order))
 
 
-NOT_SQUARE = "pos_embed=timm:ROWSxCOLUMNS:ROWSxCOLUMNS"
+NOT_SQUARE = "give the file's grid: adapt=.pos_embed=timm:ROWSxCOLUMNS.$"
 
 
 def test_a_grid_that_is_not_square_is_given_by_hand():
