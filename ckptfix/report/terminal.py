@@ -201,6 +201,7 @@ _DONE: Mapping[type[Edit], str] = {
     Adapt: "adapted",
     Cast: "cast",
 }
+_UNDONE = "unmerged"
 
 
 def _done_text(report: Report) -> str:
@@ -213,9 +214,10 @@ def _done_text(report: Report) -> str:
         for edit in edits:
             is_again = isinstance(edit, Rename) and edit.key in renamed  # renamed by two rules
             if not (is_again or isinstance(edit, Moments)):  # one edit for each parameter of an optimizer
-                counts[_DONE.get(type(edit), "")] += 1
+                is_undone = isinstance(edit, MergeAdapter) and edit.undo
+                counts[_UNDONE if is_undone else _DONE.get(type(edit), "")] += 1
         renamed |= {edit.to for edit in edits if isinstance(edit, Rename)}
-    parts = [f"{counted(counts[verb], 'key')} {verb}" for verb in _DONE.values() if counts[verb]]
+    parts = [f"{counted(counts[verb], 'key')} {verb}" for verb in (*_DONE.values(), _UNDONE) if counts[verb]]
     others = counts[""]
     return ", ".join([*parts, *([f"{counted(others, 'other edit' if parts else 'edit')}"] if others else [])])
 

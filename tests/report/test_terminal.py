@@ -2,6 +2,7 @@ import pytest
 from msgspec.structs import replace
 
 from ckptfix.core.coverage import Coverage
+from ckptfix.core.edits import MergeAdapter
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.smoke_result import SmokeResult
@@ -150,6 +151,14 @@ def test_figures_and_shapes_stand_next_to_their_keys():
             {"edits": repaired().edits, "is_dry_run": True},
             REPAIR,
             "would be repaired (6 keys renamed, 3 keys filled)",
+        ),
+        (
+            {
+                "edits": (MergeAdapter("a", "float32", (1,), ()), MergeAdapter("b", "float32", (1,), (), undo=True)),
+                "is_dry_run": True,
+            },
+            REPAIR,
+            "would be repaired (1 key merged, 1 key unmerged)",
         ),
         ({"output": "a.safetensors"}, REPAIR, "written → a.safetensors; read back and compared"),
         (
