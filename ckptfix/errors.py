@@ -80,6 +80,10 @@ class WeightlessError(UnreadableError):
     """The file is intact but has no weights."""
 
 
+class MissingSaveError(UnreadableError):
+    """A folder's file names a save as the latest that is missing, while others are there."""
+
+
 class MissingFileError(UnreadableError, FileNotFoundError):
     """No file has this name."""
 

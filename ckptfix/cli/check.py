@@ -15,7 +15,7 @@ from ckptfix.cli.program import Argument, Run
 from ckptfix.core.option import CHECK
 from ckptfix.core.options import library_settings
 from ckptfix.core.report import Report
-from ckptfix.errors import CkptfixError, Opt, UnreadableError, UsageError
+from ckptfix.errors import CkptfixError, MissingSaveError, Opt, UnreadableError, UsageError
 from ckptfix.report.advice import Presentation
 
 if TYPE_CHECKING:
@@ -54,12 +54,15 @@ def _checkpoints(path: str) -> Iterable[str]:
     from ckptfix.reading.opening import OF_TRAINERS
 
     is_of_library = False
+    lacking: list[str] = []
     try:
         if not has_ranks(Path(path)):  # ranks are not read twice: there may be hundreds
             ckptfix.open_checkpoint(path)
             is_of_library = weights_file(path) is not None
         if not is_of_library:
             return [path]
+    except MissingSaveError:
+        lacking = [path]  # its report is the error; the saves that are there are checked too
     except UnreadableError:
         pass
     except CkptfixError:  # a checkpoint; the check reports what is wrong with it
@@ -76,7 +79,7 @@ def _checkpoints(path: str) -> Iterable[str]:
         kept.append(item.name)
     if is_of_library and sum("/" not in name for name in kept) < 2:
         return [path]
-    return [str(Path(path, name)) for name in kept] or [path]
+    return [*lacking, *(str(Path(path, name)) for name in kept)] or [path]
 
 
 def _fails_with(kind: type[CkptfixError], folder: str, name: str) -> bool:

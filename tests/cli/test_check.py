@@ -9,6 +9,7 @@ import torch
 
 from tests.checks import bytes_of
 from tests.cli.programs import run, run_here
+from tests.reading.folders.ranks.genuine import unpacked
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,14 @@ def test_checkpoints_next_to_the_weights_of_a_library_are_checked_too(folder):
     for name in ("wrapped.pth", "good.pth"):
         (folder / name).rename(folder / {"wrapped.pth": "training_args.bin", "good.pth": "optimizer.pt"}[name])
     assert run_here("check", ".", cwd=folder).returncode == 0
+
+
+def test_a_missing_save_that_is_named_the_latest_is_an_error_beside_the_reports_of_the_others(tmp_path):
+    saved, _ = unpacked("zero2_w2_bf16_g2", tmp_path)
+    (saved / "latest").write_text("global_step9")
+    done = run_here("check", "saved", cwd=tmp_path)
+    assert (done.returncode, "saved/latest: names global_step9, which is missing" in done.stderr) == (2, True)
+    assert done.stdout.startswith("saved/global_step2: nothing wrong")
 
 
 def test_pickles_of_a_folder_are_checked_if_they_have_weights_or_run_code(folder):

@@ -14,7 +14,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
-from ckptfix.errors import HostileError, Opt, UnreadableError
+from ckptfix.errors import HostileError, MissingSaveError, Opt, UnreadableError
 from ckptfix.reading.archives.zip_directory import read_header
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.formats import read_document
@@ -84,7 +84,7 @@ def latest_of(
 ) -> Path | None:
     """Return the folder of the save that the file ``latest`` names; ``name`` converts its text to a folder name.
 
-    None if there is no such file, or if it names something else. Raises ``UnreadableError`` if the save is missing and
+    None if there is no such file, or if it names something else. Raises ``MissingSaveError`` if the save is missing and
     others exist."""
     file = folder / latest
     if not (word := small_text(file).strip()):
@@ -94,7 +94,7 @@ def latest_of(
         return named if is_one(named) else None
     if others := sorted(child.name for child in folder.iterdir() if child.is_dir() and is_one(child)):
         names = first_names(others)
-        raise UnreadableError(f"{file}: names {named.name}, which is missing; fetch it, or name {names}")
+        raise MissingSaveError(f"{file}: names {named.name}, which is missing; fetch it, or name {names}")
     return None
 
 
