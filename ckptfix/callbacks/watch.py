@@ -15,7 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.core.option import CHECK
 from ckptfix.core.wording import first_names
+from ckptfix.engine.validation import checked_settings
 from ckptfix.rules import VALUES
 
 if TYPE_CHECKING:
@@ -37,11 +39,12 @@ class Watch:
     """Checks checkpoints, and logs a warning for each defect. ``defects`` holds them by the path of the checkpoint.
 
     ``settings`` are those of ``ckptfix.check``; by default, only the rules about values run. A checkpoint that is
-    replaced or removed before its check ends is not reported."""
+    replaced or removed before its check ends is not reported. Raises ``UsageError`` for a setting that is not valid."""
 
     def __init__(self, **settings: Unpack[CheckSettings]) -> None:
         self.defects: dict[str, list[Mapping[str, Any]]] = {}
         self._settings: dict[str, Any] = {"select": VALUES, **settings}
+        checked_settings(self._settings, function=CHECK)  # raises now, and not after hours of training
         self._thread = ThreadPoolExecutor(1, "ckptfix")
         self._checks: list[Future[None]] = []
 

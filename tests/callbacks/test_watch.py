@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from ckptfix import UsageError
 from ckptfix.callbacks.watch import Watch
 
 
@@ -39,6 +40,15 @@ def test_settings_are_those_of_a_check(weights, caplog):
         watch.check(weights / "wrapped.ckpt")
         watch.wait()
     assert [message.split()[1] for message in caplog.messages] == ["KEY102"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"selct": ["VAL"]}, "no setting 'selct'; did you mean 'select'"), ({"select": ["VAL9"]}, "no rule code")],
+)
+def test_a_wrong_setting_is_refused_before_the_training_begins(settings, told):
+    with pytest.raises(UsageError, match=told):
+        Watch(**settings)
 
 
 @pytest.fixture

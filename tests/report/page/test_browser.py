@@ -285,10 +285,12 @@ def test_paper_has_whole_texts(browser, show):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     browser.execute_script("dispatchEvent(new Event('beforeprint'))")
     texts_of = "[...document.querySelectorAll('#decisions pre, .on-paper *')]"
+    text = "document.querySelector('.on-paper .clamped')"
     cut = f"{texts_of}.filter((each) => each.scrollHeight > each.clientHeight + 2)"
     try:
         assert browser.execute_script("return document.querySelector('#decisions pre').innerText").count("\n") == 59
         assert browser.execute_script(f"return {cut}.map((each) => each.className)") == []
+        assert browser.execute_script(f"return {text}.clientWidth > 200")  # not one word per line
         assert browser.execute_script("return document.querySelector('#decisions pre').clientHeight") > 600
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
