@@ -31,7 +31,7 @@ from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import DamageWarning, UsageError, one_line
 from ckptfix.goal import Goal
 from ckptfix.reading.opening import Source, is_remote, open_file, open_source
-from ckptfix.report.display import log_choice, log_edits, refuse_misfit
+from ckptfix.report.display import log_doubts, log_edits, refuse_misfit
 
 # Only repair() imports what a repair needs, to keep the start-up time of a check short.
 if TYPE_CHECKING:
@@ -173,10 +173,10 @@ def repair_state_dict(
 
 
 def repair_to_load(source: Source, model: nn.Module, **settings: Unpack[RepairSettings]) -> Repair:
-    """Repair a checkpoint in memory for a strict load into a model, and log which of several sets of weights was used.
+    """Repair a checkpoint in memory for a strict load into a model, and log doubts about it.
 
     Raises ``TargetError`` if the load would fail, and ``HostileError`` if the file would run code."""
     repaired = repair(source, model, **settings)
     refuse_misfit(repaired.report)
-    log_choice(repaired.report)
+    log_doubts(repaired.report)
     return repaired.called("load", is_model_first=True)

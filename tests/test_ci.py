@@ -169,7 +169,7 @@ HOOK = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-
 @pytest.mark.parametrize(
     "name",
     "a.pth a.PT runs/epoch=1.ckpt model.safetensors deep/er/a.pth.tar a.tar a.bin pytorch_model.bin "
-    "model-00001-of-00002.bin "
+    "diffusion_pytorch_model.bin mypytorch_model.bin model-00001-of-00002.bin "
     "consolidated.00.pth model.safetensors.index.json apth a.pth.txt a.pth/readme.md notes.md a.npz a.pth.gz".split(),
 )
 def test_the_hook_takes_the_names_that_claim_to_be_checkpoints(name):

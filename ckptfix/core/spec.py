@@ -113,6 +113,9 @@ class TensorSpec(Struct, frozen=True, gc=False):
     is_coalesced: bool | None = None
     math_bits: Mapping[str, bool] = field(default_factory=_nothing)
 
+    def __repr__(self) -> str:
+        return f"<TensorSpec {self.dtype}{list(self.shape)}{'' if self.layout == 'strided' else f' {self.layout}'}>"
+
     def __hash__(self) -> int:
         return hash((self.dtype, self.shape, self.strides, self.storage, self.offset, self.layout))
 

@@ -66,16 +66,21 @@ def log_edits(source: str, edits: Sequence[Edit]) -> None:
             logger.info("%s: %s", source, line)
 
 
-def log_choice(report: Report) -> None:
-    """Log which of several sets of weights is loaded, for scripts that do not print the report."""
+def log_doubts(report: Report) -> None:
+    """Log which of several sets of weights is loaded, and a warning for each defect of their values that is left, for
+    scripts that do not print the report."""
     import logging
 
-    from ckptfix.rules import named
+    from ckptfix.rules import VALUES, named
 
+    logger = logging.getLogger("ckptfix")
     for finding in report.findings:
         if finding.code == named("several-state-dicts").code:
             level = logging.INFO if finding.level is Level.NOTE else logging.WARNING
-            logging.getLogger("ckptfix").log(level, "%s: %s", report.source, finding.message)
+            logger.log(level, "%s: %s", report.source, finding.message)
+    for finding in report.left:
+        if finding.code.startswith(tuple(VALUES)):
+            logger.warning("%s: %s %s: %s", report.source, finding.code, finding.name, finding.message)
 
 
 def refuse_misfit(report: Report) -> None:

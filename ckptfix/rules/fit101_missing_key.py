@@ -184,7 +184,11 @@ def _extent(keys: list[str], target: Target) -> tuple[str, dict[str, int]]:
 
 def _origin(context: Context) -> str:
     fill = context.settings.fill
-    return f"the model's initialisation (seed {context.settings.seed})" if fill == "target" else str(fill)
+    if fill != "target":
+        return str(fill)
+    # A model in memory has the values that it has, whatever the seed.
+    is_seeded = context.target is not None and context.target.is_deferred
+    return "the model's initialisation" + (f" (seed {context.settings.seed})" if is_seeded else "")
 
 
 def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Remedy]:

@@ -46,7 +46,7 @@ _DECODERS: dict[str, decoders.Decoder] = {"gzip": partial(zlib.decompressobj, zl
 
 _CLAIMS = re.compile(
     r".*\.(pth|pt|ckpt|safetensors|th|pyth|t7|distcp)(\.(tar|t?gz|bz2|xz|zip|zst))*"
-    r"|(pytorch_model|adapter_model|model|consolidated)([-._].*)?\.bin",
+    r"|((.*_)?pytorch_model|adapter_model|model|consolidated)([-._].*)?\.bin",
     re.IGNORECASE | re.DOTALL,
 )
 _OTHERWISE = re.compile(

@@ -11,6 +11,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.plan import Plan
+from ckptfix.core.spec import TensorSpec
 from tests.report.samples import PREFIX, repaired, report
 
 
@@ -50,6 +51,7 @@ def test_what_is_printed_is_what_the_terminal_shows():
     assert str(report(PREFIX)).startswith("resnet.pth: 1 defect: 6 keys begin with `module.`\n")
     assert str(repaired()).startswith("resnet.pth: repaired (")
     assert repr(repaired()) == "<Report of resnet.pth: 0 defects, 9 edits, written to resnet.fixed.pth>"
+    assert repr(TensorSpec("float32", (2, 3), (3, 1))) == "<TensorSpec float32[2, 3]>"
     assert repr(Plan()) == "<Plan: 0 edits>"
     assert repr(Finding("KEY102", "a", Level.ERROR, "b")) == "<Finding KEY102 a error: b>"
 
@@ -63,6 +65,12 @@ def test_names_in_a_file_are_not_markup():
     html = report(PREFIX, source="<b>.pth")._repr_html_()
     assert "<b>" not in html
     assert "&lt;b&gt;.pth" in html
+
+
+def test_a_load_of_bad_values_warns(caplog):
+    model = nn.Linear(2, 2)
+    ckptfix.load(model, model.state_dict() | {"bias": torch.tensor([0.0, torch.nan])})
+    assert caplog.messages == ["state_dict: VAL101 non-finite: 1 tensor is not finite: 1 NaN among 2 values"]
 
 
 def test_the_library_logs_what_it_renames_and_fills(caplog):

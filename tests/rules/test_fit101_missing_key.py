@@ -89,6 +89,7 @@ def test_filled_from_the_model():
     (finding,) = propose(missing_key, backbone(), model, fill="target")
     assert finding.fix is not None
     assert finding.fix.edits == (Fill("1.weight", "float32", (4, 10), "target"),)
+    assert finding.message.endswith("filled from the model's initialisation")  # the values that it has, without a seed
     assert finding.fix.asked
     assert finding.fix.applicability == Applicability.UNSAFE
     after = repaired(missing_key, backbone(), model, fill="target")

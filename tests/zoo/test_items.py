@@ -551,7 +551,7 @@ def test_a_pointer_to_a_file_that_was_never_fetched():
 @pytest.mark.parametrize(
     "name",
     "a.pth a.PT b/a.ckpt a.safetensors a.th a.pth.tar a.pth.tar.gz a.pt.zip pytorch_model.bin "
-    "pytorch_model-00001-of-00002.bin adapter_model.bin .pth __0_0.distcp".split(),
+    "pytorch_model-00001-of-00002.bin open_clip_pytorch_model.bin adapter_model.bin .pth __0_0.distcp".split(),
 )
 def test_names_that_claim_to_be_checkpoints(name: str):
     assert by_name(name) is Looks.CHECKPOINT
