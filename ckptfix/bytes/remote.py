@@ -178,7 +178,12 @@ class _Redirects(HTTPRedirectHandler):
 def _opened(request: Request, token: str | None) -> HTTPResponse:
     if token:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
-    answer: HTTPResponse = build_opener(_Redirects).open(request, timeout=TIMEOUT)
+    try:
+        answer: HTTPResponse = build_opener(_Redirects).open(request, timeout=TIMEOUT)
+    except HTTPError:
+        raise
+    except URLError as error:  # it wraps the error of the connection
+        raise error.reason if isinstance(error.reason, OSError) else error from error
     return answer
 
 
@@ -200,8 +205,6 @@ def _http_range(name: str, url: str, token: str | None, start: int, stop: int) -
             return Answer(b"", 0, "")
         if error.code != 416 or start:
             raise _explained(name, error) from error
-    except URLError as error:  # it wraps the error of the connection
-        raise error.reason if isinstance(error.reason, OSError) else error from error
     raise UnreadableError(f"{name}: its server sends only whole files, not ranges; {download_advice(name)}")
 
 

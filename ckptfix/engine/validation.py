@@ -77,6 +77,12 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
     return settings
 
 
+def slip_of_fill(file: str) -> str | None:
+    """Return what ``fill`` probably meant, if that is a word and not a file."""
+    close = nearest(Path(file).name, ("target", "twin"), 0.7)
+    return f"did you mean {close}?" if close else None
+
+
 def _check_target(settings: Settings, model: object, like: object) -> None:
     """Raise ``UsageError`` if the settings need a model or a reference file that is not given."""
     if like is not None and not isinstance(like, (str, os.PathLike)):
@@ -98,6 +104,8 @@ def _check_target(settings: Settings, model: object, like: object) -> None:
         open_file(settings.compare_file)  # raises for a wrong path before anything runs
     if settings.fill == "target" and not has_target:
         raise UsageError(Opt("fill", "target"), " takes values from a model or reference; add ", *target)
+    if (file := settings.fill_file) is not None and not Path(file).exists() and (slip := slip_of_fill(file)):
+        raise UsageError(Opt("fill", file), f": there is no such file; {slip}")
     if settings.fill_file is not None and not (has_target or settings.salvage or settings.replace):
         raise UsageError(
             *(Opt("fill", settings.fill_file), ": missing keys show only against a target; add ", *target),

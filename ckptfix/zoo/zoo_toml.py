@@ -262,7 +262,7 @@ def treatment_of_choices(
     patterns: tuple[str, ...], choices: Mapping[str, Any], output: str | None, place: str
 ) -> Treatment:
     """Return the treatment with options by name. Raises ``CkptfixError`` if one is not valid."""
-    from ckptfix.engine.validation import checked_settings  # imports the rules and formats
+    from ckptfix.engine.validation import checked_settings, slip_of_fill  # imports the rules and formats
 
     treatment = Treatment(patterns, dict(choices), output or MIRRORED, place)
     model, like, model_args = treatment.model, treatment.like, treatment.arguments.get("model_args", ())
@@ -278,7 +278,8 @@ def treatment_of_choices(
                 f"{name} = {file!r}: is a URL; copy the file to a disk that all workers see, and name it there"
             )
         if not Path(file).exists():
-            raise UsageError(f"{name} = {file!r}: there is no such file; check the path")
+            slip = slip_of_fill(file) if name == "fill" else None
+            raise UsageError(f"{name} = {file!r}: there is no such file; {slip or 'check the path'}")
     if like is not None and like.startswith(KNOWN):
         known_target(like.removeprefix(KNOWN))  # raises for an unknown model
     _ = checked_settings(treatment.settings, model, like).cast_dtype  # raises for an unknown dtype

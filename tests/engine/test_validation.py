@@ -66,6 +66,7 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
         pytest.param({"ignore": "EY101"}, "ignore='EY101': .* did you mean KEY101", id="the end of a code"),
         pytest.param({"select": 101}, "select=101: give a string", id="a number for a code"),
         pytest.param({"select": ["KEY", 1]}, "give a string, or a list of strings", id="a number among codes"),
+        pytest.param({"fill": "targt"}, "no such file; did you mean target\\?", id="a slip in a word"),
         pytest.param({"fill": 3}, "fill=3: give", id="fill with a number"),
         pytest.param({"unsafe_fixes": "false"}, "unsafe_fixes='false': give a boolean", id="a text is true for Python"),
         pytest.param({"values": None}, "values=: give a boolean", id="None is false for Python"),

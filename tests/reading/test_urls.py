@@ -235,6 +235,13 @@ def test_the_user_is_told_of_a_pause(command, web, tmp_path, monkeypatch):
     assert done.stderr == f"ckptfix: {web.url}/a.pth: its server asks to wait: next try in 7 s\n"
 
 
+@pytest.mark.parametrize("source", ["hf://org/repo", "hf://org/repo/a.pth"])
+def test_a_connection_that_fails_is_named_in_plain_words(source, web, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # no server
+    with pytest.raises(ckptfix.CkptfixError, match=r": Connection refused \(3 tries\)"):
+        ckptfix.check(source)
+
+
 def test_a_pause_that_is_too_long_is_reported(web, tmp_path):
     small(tmp_path)
     web.troubles = [(429, "Retry-After", "301")]

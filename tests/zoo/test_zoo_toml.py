@@ -167,6 +167,7 @@ def test_the_command_line_wins(tmp_path):
             "[[files]]\nmatch='a'\nmodel='m:f'\nlike='zoo.toml'", "model and like exclude each other", id="two targets"
         ),
         pytest.param("[[files]]\nmatch='a'\nlike='nowhere.pth'", "there is no such file", id="no file"),
+        pytest.param("[[files]]\nmatch='a'\nfill='targt'\nmodel='a:b'", "did you mean target", id="a slip in a word"),
         pytest.param("[[files]]\nmatch='a'\nlike='known:timm/resnet5O'", "did you mean timm/resnet50", id="no model"),
         pytest.param("[defaults]\nlike='known:timm/resnet50[classes=2]'", "is not an argument of", id="no argument"),
         pytest.param("[[files]]\nmatch='a'\nlike='s3://b/x.pth'", "like = 's3://b/x.pth': is a URL", id="a URL"),
