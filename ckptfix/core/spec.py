@@ -184,13 +184,8 @@ class TensorSpec(Struct, frozen=True, gc=False):
         """The storages that hold the tensor's bytes, in order."""
         return tuple(part.storage for part in self.strided_parts() if part.storage is not None)
 
-    def strided_parts(self) -> Iterable[TensorSpec]:
-        """Return the strided tensors that hold the tensor's bytes: itself or its parts, and the quantizer's tensors."""
-        if not self.parts and self.quantizer is None:  # as for nearly all tensors
-            return (self,) if self.storage is not None else ()
-        return self._several_parts()
-
-    def _several_parts(self) -> Iterator[TensorSpec]:
+    def strided_parts(self) -> Iterator[TensorSpec]:
+        """Yield the strided tensors that hold the tensor's bytes: itself or its parts, and the quantizer's tensors."""
         if self.parts:
             for part in self.parts.values():
                 yield from part.strided_parts()
@@ -267,8 +262,6 @@ class Regions:
     def of(self, spec: TensorSpec) -> tuple[Region, int]:
         """Return the region that contains a tensor, and the tensor's offset in it, in elements."""
         regions = self._regions[id(spec.storage)]
-        if len(regions) == 1 and not regions[0].start:
-            return regions[0], spec.offset
         start, _ = spec.extent
         region = regions[max(bisect_right(regions, start, key=lambda region: region.start) - 1, 0)]
         # An offset that is not a whole number of bytes keeps its remainder.
@@ -279,9 +272,6 @@ def _merge(views: list[TensorSpec]) -> list[Region]:
     """Return the unions of overlapping extents, in order. Each starts at an offset aligned for all its dtypes."""
     storage = views[0].storage
     assert storage is not None
-    if len(views) == 1:
-        (start, stop), align = views[0].extent, views[0].itemsize
-        return [Region(storage, start // align * align, stop, align)]
     regions: list[Region] = []
     start, stop, align = -1, -1, 1
     for (begin, end), itemsize in sorted((view.extent, view.itemsize) for view in views):
