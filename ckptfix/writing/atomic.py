@@ -30,6 +30,7 @@ from typing import NamedTuple, TextIO
 
 from ckptfix.errors import Opt, UsageError, WriteError
 
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.ckptfix-tmp", re.DOTALL)
 
 # A file in a temporary folder: the names of the files being moved into place, the one that the others depend on last.
@@ -60,7 +61,8 @@ def temporary_beside(output: Path, like: Path | None = None) -> Iterator[Path]:
     ``like``, else those of any new file. Raises ``WriteError`` if the folder is not writable."""
     remove_leftovers(output.parent)
     model = output if output.exists() else like if like is not None and like.exists() else None
-    with _temporary(output, lambda path: _create(path, 0o666 if model is None else 0o600)) as (temporary, handle):
+    mode = 0o666 if model is None else 0o600
+    with _temporary(output, lambda path: os.open(path, _NEW_FILE, mode)) as (temporary, handle):
         if model is not None:
             _take_after(model, handle, is_replaced=model == output)
         yield temporary
@@ -288,10 +290,6 @@ def _temporary(output: Path, create: Callable[[Path], int]) -> Iterator[tuple[Pa
 
 def _new_name(output: Path) -> Path:
     return output.parent / f".{output.name[:50]}.{os.urandom(8).hex()}.ckptfix-tmp"
-
-
-def _create(path: Path, mode: int) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
 
 
 def _create_folder(path: Path) -> int:

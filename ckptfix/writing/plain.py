@@ -27,16 +27,9 @@ from ckptfix.reading.pickles.claims import TypedStorage
 from ckptfix.reading.pickles.payload import MODULE_ALIASES
 from ckptfix.reading.pickles.stream import raw_bytes
 from ckptfix.reading.weights.modules import is_module, module_state_dict
-from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
+from ckptfix.reading.weights.quantized_modules import SCHEMES, composed_class, is_low_bit_moment
 
 DEPTH_LIMIT = 200
-_QSCHEMES = (
-    "per_tensor_affine",
-    "per_tensor_symmetric",
-    "per_channel_affine",
-    "per_channel_symmetric",
-    "per_channel_affine_float_qparams",
-)
 
 BARE_STORAGE = "a storage of torch"  # without a tensor
 
@@ -61,7 +54,7 @@ CONVERSIONS = {
 
 def is_native_global(value: Global) -> bool:
     """Return whether a global is a dtype, layout or quantisation scheme of torch, which ``weights_only`` accepts."""
-    return value.module == "torch" and (value.name in DTYPES or value.name in _QSCHEMES or is_layout(value))
+    return value.module == "torch" and (value.name in DTYPES or value.name in SCHEMES.values() or is_layout(value))
 
 
 def is_layout(value: Global) -> bool:
@@ -287,15 +280,6 @@ def natural_form(value: Opaque) -> Any:
         return attributes.get("_content", attributes.get("_val", dict(attributes)))
     if (made := _optimizer(value.attributes)) is not None:
         return made
-    held = [part for part in (value.args, value.kwargs, value.items, value.pairs, value.state) if part]
-    if value.pairs and not value.items and (not value.state or value.attributes):
-        return {**value.pairs, **value.attributes}
-    if value.items and not value.pairs and not value.state:
-        return list(value.items)
-    if value.attributes and len(held) == 1:
-        return dict(value.attributes)
-    if not held:
-        return name if not value.args else {}
     fields = {
         "args": value.args,
         "kwargs": dict(value.kwargs),
@@ -303,7 +287,16 @@ def natural_form(value: Opaque) -> Any:
         "pairs": value.pairs,
         "state": value.state,
     }
-    return {"class": name, **{field: part for field, part in fields.items() if part}}
+    held = {field: part for field, part in fields.items() if part}
+    if value.pairs and not value.items and (not value.state or value.attributes):
+        return {**value.pairs, **value.attributes}
+    if value.items and not value.pairs and not value.state:
+        return list(value.items)
+    if value.attributes and len(held) == 1:
+        return dict(value.attributes)
+    if not held:
+        return name
+    return {"class": name, **held}
 
 
 def _path(value: Opaque) -> str:
@@ -473,5 +466,5 @@ _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     "ml_collections.config_dict.config_dict.ConfigDict": _inner("_fields"),
     "mmengine.config.config.ConfigDict": lambda value: value.args[0] if value.args else _mapping(value),
     "frozendict.frozendict": lambda value: value.args[0] if value.args else {},
-    "addict.addict.Dict": lambda value: dict(value.pairs),
+    "addict.addict.Dict": _mapping,
 }

@@ -48,17 +48,20 @@ def composed_class(value: Any) -> str:
 
     Only the class can compose its parts (``_rebuild_wrapper_subclass``). A dict of them, which FIL102 writes, is
     recognised too: it does not load into a model either."""
-    if isinstance(value, dict) and str(value.get("class")).endswith("._rebuild_from_type_v2"):
-        args = value.get("args")
-    elif isinstance(value, Opaque) and value.cls.name == "_rebuild_from_type_v2":
-        args = value.args
-    else:
-        return ""
-    if not isinstance(args, tuple) or len(args) < 2:
+    name, args = _call(value)
+    if not name.endswith("._rebuild_from_type_v2") or len(args) < 2:
         return ""
     function, cls = args[:2]
     is_composed = isinstance(cls, (Global, str)) and str(function).endswith("._rebuild_wrapper_subclass")
     return str(cls) if is_composed else ""
+
+
+def _call(value: Any) -> tuple[str, tuple[Any, ...]]:
+    """Return the function and the arguments of a call in a pickle, or of the dict that FIL102 writes for it."""
+    if isinstance(value, Opaque):
+        return str(value.cls), value.args
+    args = value.get("args") if isinstance(value, dict) else None
+    return (str(value.get("class", "")), args) if isinstance(args, tuple) else ("", ())
 
 
 _LOW_BIT = r"torchao\.(optim|prototype\.low_bit_optim)\.subclass_\w+\.OptimState\w+"
@@ -75,15 +78,10 @@ def rebuilding_call(value: Any) -> str:
     torch, of the user's own code, or with a damaged name. Empty for anything else.
 
     The dict that FIL102 writes for such a tensor is recognised too."""
-    if isinstance(value, dict):
-        name, args = str(value.get("class", "")), value.get("args")
-    elif isinstance(value, Opaque):
-        name, args = str(value.cls), value.args
-    else:
-        return ""
+    name, args = _call(value)
     is_function = name.rpartition(".")[2].lstrip("_")[:1].islower() and not name.startswith("torch.")
     kinds = (TypedStorage, TensorSpec) if is_function else TypedStorage
-    return name if isinstance(args, tuple) and any(isinstance(part, kinds) for part in args) else ""
+    return name if any(isinstance(part, kinds) for part in args) else ""
 
 
 def part_names(value: Any) -> list[str]:
@@ -175,7 +173,7 @@ def _embedding(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _reference(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the entries of ``_save_weight_qparams``; TorchScript stores the scheme and dtype as numbers."""
     buffers = attributes.get("_buffers")
-    scheme = _numbered(_SCHEMES, attributes["weight_qscheme"])
+    scheme = _numbered(SCHEMES, attributes["weight_qscheme"])
     yield "weight_qscheme", scheme
     yield "weight_dtype", _numbered(_DTYPES, attributes.get("weight_dtype"))
     names = ["weight_scale", "weight_zero_point"] if scheme is not None else []
@@ -187,7 +185,7 @@ def _reference(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 # The numbers in c10/core/QScheme.h and c10/core/ScalarType.h.
-_SCHEMES = {
+SCHEMES = {
     0: "per_tensor_affine",
     1: "per_channel_affine",
     2: "per_tensor_symmetric",
