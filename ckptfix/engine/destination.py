@@ -21,7 +21,7 @@ from ckptfix.errors import Opt, UsageError, WriteError
 from ckptfix.reading.adapter_checks import adapter_paths
 from ckptfix.reading.folders import sharded
 from ckptfix.reading.torch_files import torch_zip
-from ckptfix.writing.atomic import backup_of, refuse_name, refuse_output
+from ckptfix.writing.atomic import backup_of, refuse_name, refuse_output, sibling
 from ckptfix.writing.output import FIRST_ZIP, ShardNames, output_format
 from ckptfix.writing.safetensors import lost_extras
 
@@ -119,9 +119,9 @@ class Destination(Struct, frozen=True):
         # A folder named v1.5 has no suffix; an unpacked model.pth does.
         stem = named.name if source.is_dir() and named.suffix.lower() not in SUFFIXES else named.stem
         if form == UNIVERSAL:
-            return cls(source.with_name(f"{stem}.universal"), form)
+            return cls(sibling(source, stem, ".universal"), form)
         suffix = named.suffix if like is not None and not is_conversion and named.suffix else f".{form}"
-        return cls(source.with_name(f"{stem}.fixed{suffix}"), form, like)
+        return cls(sibling(source, stem, f".fixed{suffix}"), form, like)
 
     @classmethod
     def _named(cls, goal: Path, source: Path | None, checkpoint: Checkpoint, asked: str | None) -> Destination:

@@ -211,13 +211,26 @@ def refuse_output(output: Path, force: bool = False) -> None:
         raise UsageError(f"{output}: already exists; replace it with ", Opt("force", True), ", or name another output")
 
 
+def sibling(source: Path, stem: str, ending: str) -> Path:
+    """Return the path of a file beside ``source``, with the stem cut to what the file system takes."""
+    while stem and _longest_name(source.parent) < len(os.fsencode(stem + ending)):
+        stem = stem[:-1]
+    return source.with_name(stem + ending)
+
+
+def _longest_name(folder: Path) -> float:
+    """Return how many bytes a name in the folder may have."""
+    try:
+        limit = os.pathconf(folder, "PC_NAME_MAX")
+    except (OSError, ValueError):  # the folder does not exist, or the system does not know
+        return math.inf
+    return limit if limit > 0 else math.inf
+
+
 def refuse_name(output: Path) -> None:
     """Raise ``UsageError`` if the name is too long for the file system."""
-    try:
-        limit = os.pathconf(output.parent, "PC_NAME_MAX")
-    except (OSError, ValueError):  # the folder does not exist, or the system does not know
-        return
-    if 0 < limit < (length := len(os.fsencode(output.name))):
+    limit = _longest_name(output.parent)
+    if limit < (length := len(os.fsencode(output.name))):
         raise UsageError(
             f"{output}: the name has {length} bytes, and this file system takes {limit}; give ", Opt("output")
         )

@@ -393,7 +393,6 @@ def test_the_longest_name_that_the_file_system_takes_is_written(source, tmp_path
 @pytest.mark.parametrize(
     ("name", "how", "said"),
     [
-        pytest.param("x" * 246 + ".pth", {"beside": True}, "the name has 256 bytes", id="the fixed suffix"),
         pytest.param("x" * 248 + ".pth", {"in_place": True, "backup": True}, "has 256 bytes", id="the backup"),
         pytest.param("a.pth", {"output": "x" * 240 + ".pth", "shard_size": "1GB"}, "bytes, and this", id="shards"),
         pytest.param("a.pth", {"output": "-"}, "cannot go to stdout", id="stdout"),

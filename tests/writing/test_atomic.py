@@ -22,6 +22,7 @@ from ckptfix.writing.atomic import (
     has_backup,
     refuse_name,
     refuse_output,
+    sibling,
     temporary_beside,
     temporary_folder_beside,
 )
@@ -307,6 +308,13 @@ def test_a_file_is_replaced_only_on_demand(tmp_path):
     refuse_output(tmp_path / "old.pth", force=True)
     with pytest.raises(UsageError, match=r"old\.pth: already exists; replace it with force=True"):
         refuse_output(tmp_path / "old.pth")
+
+
+def test_a_name_beside_a_long_one_is_cut_to_fit(tmp_path):
+    assert sibling(tmp_path / "a.pth", "a", ".fixed.pth") == tmp_path / "a.fixed.pth"
+    cut = sibling(tmp_path / ("é" * 125 + ".pth"), "é" * 125, ".fixed.pth")
+    assert cut.name == "é" * 122 + ".fixed.pth"
+    cut.touch()
 
 
 def test_a_name_that_is_too_long_is_refused_by_its_bytes(tmp_path):
