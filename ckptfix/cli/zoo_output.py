@@ -153,6 +153,8 @@ def _entry(group: _DecisionGroup, in_folder: Counter[str], again: Sequence[str])
             yield f"    {shell_join((*again, *only, *words))}"
         elif way["options"]:
             yield f"    --only … {shell_join(option_words(way['options']))}: {way['text']}"
+        else:
+            yield f"    {way['text']}"
         if "price" in way:
             yield ("      ", Span(way["price"], "warning"))
 
@@ -185,7 +187,7 @@ def _reason(record: dict[str, Any]) -> str:
     left = _left(record)
     text = "; ".join(dict.fromkeys(f"{finding['code']} {finding['message']}" for finding in left[:3]))
     if len(left) > 3:
-        text += f"; and {len(left) - 3} more findings"
+        text += f"; and {counted(len(left) - 3, 'more finding')}"
     if record["smoke"] is not None and record["smoke"]["passed"] is False:
         text = text or "the forward test failed"
     return "; ".join(part for part in (text, *record["remarks"][-1:]) if part)

@@ -362,6 +362,8 @@ def with_remedies(choices: Mapping[str, Any], remedies: Iterable[Remedy]) -> dic
         elif name == "format" and merged.get(name) != value:
             merged[name] = value
             merged.pop("output", None)  # its suffix is that of the other format
+        elif isinstance(value, Placeholder) and merged.get(name) in ("target", "twin"):
+            merged[name] = value  # the values of a file, and not those that were chosen for missing keys
         else:
             merged.setdefault(name, value)
     return merged

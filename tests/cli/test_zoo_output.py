@@ -1,9 +1,11 @@
-"""The progress of a migration."""
+"""The progress and the summary of a migration."""
+
+from collections import Counter
 
 import pytest
 
 from ckptfix.cli.console import Console
-from ckptfix.cli.zoo_output import MigrationMeter, progress_text
+from ckptfix.cli.zoo_output import MigrationMeter, _DecisionGroup, _entry, _reason, progress_text
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import Summary
 
@@ -40,3 +42,13 @@ def test_quiet_shows_nothing(clock, capsys):
     clock[0] = 100.0
     meter.show(Summary(files=1))
     assert capsys.readouterr().err == ""
+
+
+def test_a_decision_that_no_option_makes_is_shown_as_text():
+    findings = [{"code": f"FIT10{n}", "message": "m", "fixed": False, "level": "error"} for n in range(4)]
+    ways = [{"options": {}, "text": "name the model that the file belongs to", "command": None}]
+    record = {"error": None, "findings": findings, "smoke": None, "remarks": [], "decision": None, "decisions": ways}
+    reason = _reason(record)
+    assert reason.endswith("FIT102 m; and 1 more finding")
+    *_, last = _entry(_DecisionGroup(record, ["a.pth"], {reason}), Counter(), ["ckptfix", "migrate", "old", "new"])
+    assert last == "    name the model that the file belongs to"

@@ -228,6 +228,13 @@ def test_each_choice_comes_with_what_else_has_to_be_settled(tmp_path):
     assert ways[: len(recipes)] == [{"adapt": recipe, "unsafe_fixes": True} for recipe in recipes]
 
 
+def test_values_of_an_earlier_checkpoint_are_not_those_of_the_model(zoo):
+    lines = run(zoo, fill="target", like=str(zoo / "flipped.pth"))
+    ways = [way["options"] for way in lines["nan.pth"]["decisions"] if "replace" in way["options"]]
+    assert ways
+    assert all(way["fill"] == "FILE" for way in ways)
+
+
 def test_a_fill_has_its_price(tmp_path):
     record = done(
         tmp_path, "a.pth", {"weight": torch.ones(2, 2)}, model="tests.zoo.factories:linear", smoke=False
