@@ -1,6 +1,7 @@
 """The progress and the summary of a migration."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_quiet_shows_nothing(clock, capsys):
 
 def test_a_decision_that_no_option_makes_is_shown_as_text():
     findings = [{"code": f"FIT10{n}", "message": "m", "fixed": False, "level": "error"} for n in range(4)]
-    ways = [{"options": {}, "text": "name the model that the file belongs to", "command": None}]
+    ways: list[dict[str, Any]] = [{"options": {}, "text": "name the model that the file belongs to", "command": None}]
     record = {"error": None, "findings": findings, "smoke": None, "remarks": [], "decision": None, "decisions": ways}
     reason = _reason(record)
     assert reason.endswith("FIT102 m; and 1 more finding")
