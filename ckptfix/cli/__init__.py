@@ -48,11 +48,12 @@ def main() -> None:
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
     _respect_memory_limit()
     try:
-        from ckptfix.cli.program import run
-    except MemoryError:
-        sys.stderr.write("ckptfix: error: too little memory: the limit of the address space (ulimit -v) is too low\n")
+        try:
+            from ckptfix.cli.program import run
+        except KeyboardInterrupt:
+            sys.stderr.write("ckptfix: error: stopped (Interrupt): nothing was started\n")
+            raise SystemExit(130) from None
+        run()
+    except MemoryError:  # during the imports, or outside any command
+        sys.stderr.write("ckptfix: error: not enough memory; is the limit of the address space (ulimit -v) too low?\n")
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        sys.stderr.write("ckptfix: error: stopped (Interrupt): nothing was started\n")
-        raise SystemExit(130) from None
-    run()

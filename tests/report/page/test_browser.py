@@ -282,8 +282,9 @@ def test_paper_has_whole_texts(browser, show):
     """Nothing has to be scrolled to or is hidden by an ellipsis."""
     lost = record("lost.pth", "unreadable", error="the file is cut short in the middle of it; " * 20)
     show([lost, *(undecided(f"{number:03}.pth") | {"command": f"ckptfix migrate {number}"} for number in range(60))])
+    wait(browser, "document.querySelector('#files .tabulator-row')")
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")  # before the layout changes, as in a browser
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
     texts_of = "[...document.querySelectorAll('#decisions pre, .on-paper *')]"
     text = "document.querySelector('.on-paper .clamped')"
     cut = f"{texts_of}.filter((each) => each.scrollHeight > each.clientHeight + 2)"
