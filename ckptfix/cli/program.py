@@ -30,7 +30,26 @@ COMMANDS = {
     "explain": "explain",
 }
 
-_SETTINGS = {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
+_SETTINGS = {"max_content_width": 100}
+
+
+def _help_option() -> click.Option:
+    """Return the option ``--help``. Click's own looks for a translation of its text, which takes 3 % of a check of
+    names, and its parameter's name differs between releases."""
+
+    def show(context: click.Context, _option: click.Parameter, is_given: bool) -> None:
+        if is_given and not context.resilient_parsing:
+            click.echo(context.get_help(), color=context.color)
+            context.exit()
+
+    return click.Option(
+        ["help", "-h", "--help"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show this message and exit.",
+    )
 
 
 class Run(Struct, frozen=True):
@@ -78,8 +97,10 @@ PROGRAM = Program(
     params=[
         click.Option(["--version"], is_flag=True, help="Print the version and exit; -v adds what a bug report needs."),
         click.Option(["-v", "--verbose"], is_flag=True, hidden=True),
+        _help_option(),
     ],
     context_settings=_SETTINGS,
+    add_help_option=False,
     help="""Make PyTorch checkpoints load again.
 
     ckptfix reads a checkpoint without running any of its code, finds what keeps it from loading or from working,
@@ -130,7 +151,7 @@ class Command(click.Command):
             formatter.write_dl(arguments)
         shown = {each.name: each.get_help_record(ctx) for each in self.get_params(ctx)}
         groups = {title: [option.name for option in group] for title, group in GROUPS.items()}
-        groups[[*groups][-1]] += [str(each.name) for each in [self.get_help_option(ctx)] if each is not None]
+        groups[[*groups][-1]].append("help")
         for title, names in groups.items():
             if rows := [row for name in dict.fromkeys(names) if (row := shown.get(name)) is not None]:
                 with formatter.section(title):
@@ -174,10 +195,11 @@ def _command(name: str) -> click.Command:
     function = getattr(module, name)
     return Command(
         name,
-        params=[*module.ARGUMENTS[name], *map(_click_option, options_of(name))],
+        params=[*module.ARGUMENTS[name], *map(_click_option, options_of(name)), _help_option()],
         callback=partial(_call, function),
         help=function.__doc__,
         context_settings=_SETTINGS,
+        add_help_option=False,
     )
 
 
