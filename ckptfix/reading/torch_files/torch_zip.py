@@ -26,7 +26,6 @@ from ckptfix.reading.archives.zip_directory import ZipMember, member_name, read_
 from ckptfix.reading.archives.zip_recovery import FoundMembers, ZipIndex, list_members
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.torch_pickle import StoragePickle
-from ckptfix.reading.torch_files.torch_legacy import read_nested
 from ckptfix.reading.weights.document import Document
 
 NAME = "torch-zip"
@@ -118,7 +117,7 @@ class Reading(Struct, dict=True):
             return self.storage(key, None, f"{folders[0]}/{key}{suffix}", nbytes, device)
 
         path, bounds = self.archive.path, self.archive.bounds
-        return StoragePickle(path, find, bounds, read_nested, big_endian=self.is_big_endian)
+        return StoragePickle(path, find, bounds, _read_nested, big_endian=self.is_big_endian)
 
     @cached_property
     def is_big_endian(self) -> bool:
@@ -165,6 +164,13 @@ class Reading(Struct, dict=True):
     def damage(self) -> list[Fact]:
         """The damaged members, the first few of each kind by name."""
         return [*first_facts(self.faults, Kind.MEMBERS_DAMAGED), *first_facts(self.torn, Kind.STORAGES_LACKING)]
+
+
+def _read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
+    """Read a torch.save file inside the pickle; its reader is imported here because few archives have one."""
+    from ckptfix.reading.torch_files.torch_legacy import read_nested
+
+    return read_nested(data, path, nesting, bounds)
 
 
 def read_archive(archive: TorchArchive, form: str) -> Document:
