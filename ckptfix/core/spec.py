@@ -282,7 +282,14 @@ def _merge(views: list[TensorSpec]) -> list[Region]:
         else:
             stop, align = max(stop, end), max(align, itemsize)
     regions.append(Region(storage, start // align * align, stop, align))
-    return regions
+    apart: list[Region] = []
+    for region in regions:
+        while apart and apart[-1].stop > region.start:  # its alignment reaches into the one before
+            before = apart.pop()
+            align = max(before.align, region.align)
+            region = Region(storage, before.start // align * align, max(before.stop, region.stop), align)
+        apart.append(region)
+    return apart
 
 
 # Weights below this magnitude have no effect: their contribution is rounded away.

@@ -39,6 +39,7 @@ def test_storages_have_regions_of_their_own():
 
 def test_a_region_begins_where_its_widest_dtype_is_aligned():
     assert spans(view(5, 20), view(1, 2, "float64")) == [(0, 25)]
+    assert spans(view(34, 16), view(50, 8), view(7, 1, "float64")) == [(32, 64)]
 
 
 def test_an_empty_tensor_has_a_place():
