@@ -255,9 +255,9 @@ def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> Or
             f"{checkpoint.path}: an entry of the state_dict is nested too deeply to be built; remove it first"
         ) from error
     if checkpoint.metadata is not None:
-        state_dict._metadata = OrderedDict(  # type: ignore[attr-defined]  # as torch does
-            (module, revive(dict(row), builder, made)) for module, row in checkpoint.metadata.items()
-        )
+        # All rows are made first: `made` knows objects by their ids, which are used again when one is freed.
+        rows = OrderedDict((module, dict(row)) for module, row in checkpoint.metadata.items())
+        state_dict._metadata = revive(rows, builder, made)  # type: ignore[attr-defined]  # as torch does
     return state_dict
 
 
