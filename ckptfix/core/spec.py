@@ -273,23 +273,14 @@ def _merge(views: list[TensorSpec]) -> list[Region]:
     storage = views[0].storage
     assert storage is not None
     regions: list[Region] = []
-    start, stop, align = -1, -1, 1
-    for (begin, end), itemsize in sorted((view.extent, view.itemsize) for view in views):
-        if begin >= stop and not (begin == start == stop):
-            if start >= 0:
-                regions.append(Region(storage, start // align * align, stop, align))
-            start, stop, align = begin, end, itemsize
-        else:
-            stop, align = max(stop, end), max(align, itemsize)
-    regions.append(Region(storage, start // align * align, stop, align))
-    apart: list[Region] = []
-    for region in regions:
-        while apart and apart[-1].stop > region.start:  # its alignment reaches into the one before
-            before = apart.pop()
-            align = max(before.align, region.align)
-            region = Region(storage, before.start // align * align, max(before.stop, region.stop), align)
-        apart.append(region)
-    return apart
+    for (start, stop), align in sorted((view.extent, view.itemsize) for view in views):
+        # The alignment for a wider dtype can reach into the region before. Empty ones at one place are one.
+        while regions and (start < regions[-1].stop or start == regions[-1].start):
+            last = regions.pop()
+            align = max(align, last.align)
+            start, stop = min(start, last.start) // align * align, max(stop, last.stop)
+        regions.append(Region(storage, start, stop, align))
+    return regions
 
 
 # Weights below this magnitude have no effect: their contribution is rounded away.
