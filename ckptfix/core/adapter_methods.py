@@ -18,9 +18,14 @@ class Method(Struct, frozen=True):
     roles: Mapping[str, str]
     fits: Callable[..., bool]
     optional: tuple[str, ...] = ()  # roles that a layer may lack
-    # Settings of the configuration: the factor of the change, and a number that the formula needs besides.
+    # Settings of the configuration: the factor of the change, and a number that the formula needs besides. Without the
+    # switch, if there is one, the number is 0; with a switch only, it is 1.
     scale: str = ""
     number: str = ""
+    switch: str = ""
+    allowed: range = range(-(1 << 63), 1 << 63)
+    # The number by which the factor is divided, from the shapes of the tensors.
+    ranks: Callable[..., int] | None = None
     has_kernels: bool = False  # whether it changes convolutions too, as matrices
     rounds: bool = False  # whether the change is rounded to the dtype of the base before it is added
     # Whether the inputs may come first in the base, as in Conv1D.
@@ -36,6 +41,7 @@ class Method(Struct, frozen=True):
 
 
 Shape = tuple[int, ...]
+_POSITIVE = range(1, 1 << 63)
 
 
 def _same(*names: str) -> Mapping[str, str]:
@@ -75,6 +81,7 @@ METHODS: Mapping[str, Method] = {
         has_kernels=True,
         scale="lora_alpha",
         number="init_r",
+        allowed=_POSITIVE,
     ),
     "VERA": Method(
         "VeRA",
@@ -115,6 +122,7 @@ METHODS: Mapping[str, Method] = {
             and one[2:] == two[2:] == bank[:-1]
         ),
         number="topk",
+        allowed=_POSITIVE,
     ),
     "RANDLORA": Method(
         "RandLoRA",
@@ -127,6 +135,7 @@ METHODS: Mapping[str, Method] = {
             and (two[1] >= ranks[1] and two[0] >= max(o, i))
         ),
         scale="randlora_alpha",
+        ranks=lambda one, two, ranks, sizes: ranks[0],
         rounds=True,
     ),
     "C3A": Method(
@@ -147,6 +156,8 @@ METHODS: Mapping[str, Method] = {
         {"oft_R": "rotation"},
         _of_oft,
         number="num_cayley_neumann_terms",
+        switch="use_cayley_neumann",
+        allowed=range(101),  # peft begins with 5
         has_kernels=True,
         turns=False,
         adds=False,
@@ -174,6 +185,14 @@ METHODS: Mapping[str, Method] = {
         _of_gralora,
         ("gralora_A_general", "gralora_B_general"),
         scale="alpha",
+        ranks=lambda one, two, *general: one[2] + (general[0][0] if general else 0),
     ),
-    "HRA": Method("HRA", {"hra_u": "u"}, lambda o, i, u: len(u) == 2 and u[0] == i, turns=False, adds=False),
+    "HRA": Method(
+        "HRA",
+        {"hra_u": "u"},
+        lambda o, i, u: len(u) == 2 and u[0] == i,
+        switch="apply_GS",
+        turns=False,
+        adds=False,
+    ),
 }

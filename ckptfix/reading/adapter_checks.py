@@ -57,6 +57,7 @@ _VARIANTS = {
     "monteclora_config": "MonteCLoRA",
     "kasa_config": "KaSA",
     "layer_replication": "layer_replication, which gives the model more layers than its file,",
+    "coft": "coft, which changes the adapter while it is applied,",
 }
 
 # Settings of peft under which each layer has a further tensor, and its role.
@@ -192,6 +193,9 @@ def _refuse(adapter: Adapter) -> None:
     for name, words in _VARIANTS.items():
         if config.get(name):
             raise adapter.refused(f"trained with {words} and cannot be merged from its matrices only", "use peft")
+    # Before 0.18, which began to note the release, OFT had another series.
+    if config.get("use_cayley_neumann") and "peft_version" not in config:
+        raise adapter.refused("trained with the series of peft before 0.18", "merge it with that release")
 
 
 def _matrices(adapter: Adapter, layer: AdapterLayer) -> Sequence[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ckptfix.bytes.sources import Content
-from ckptfix.core.adapter_methods import METHODS, Method
+from ckptfix.core.adapter_methods import METHODS, Method, Shape
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Kind
@@ -243,47 +243,37 @@ class Adapter(Struct, frozen=True):
 
     def roles(self, layer: AdapterLayer) -> tuple[str, ...]:
         """Return the roles of the tensors that the formula of ``method`` takes, in order."""
-        method = self.method
-        roles = () if method is None else dict.fromkeys(method.roles.values())
-        return tuple(role for role in roles if method and (role not in method.optional or role in layer.keys))
+        if (method := self.method) is None:
+            return ()
+        roles = dict.fromkeys(method.roles.values())
+        return tuple(role for role in roles if role not in method.optional or role in layer.keys)
+
+    def _shapes(self, layer: AdapterLayer) -> list[Shape]:
+        """Return the shapes of these tensors, without those that are missing."""
+        return [spec.shape for role in self.roles(layer) if (spec := self.spec(layer, role)) is not None]
 
     def fits(self, layer: AdapterLayer, *size: int) -> bool:
         """Return whether the tensors of a layer are for a matrix with these numbers of outputs and inputs, if the type
         is one with a formula of its own."""
-        roles = self.roles(layer)
-        shapes = [spec.shape for role in roles if (spec := self.spec(layer, role)) is not None]
-        is_whole = len(size) == 2 and len(shapes) == len(roles) and all(shapes)  # none is a single number
+        shapes = self._shapes(layer)
+        is_whole = len(size) == 2 and len(shapes) == len(self.roles(layer)) and all(shapes)  # none is a single number
         return self.method is not None and is_whole and self.method.fits(*size, *shapes)
 
     def numbers(self, layer: AdapterLayer) -> tuple[int, float]:
         """Return the number that the formula of ``method`` needs, and the factor of the change. Raises ``AdapterError``
-        for a configuration that lacks them, or that has settings of another formula."""
+        if the configuration lacks them or has impossible ones."""
         config, method = self.config, self.method
         if method is None:
             return 0, self.weight
-        exact = _number(method.number, config.get(method.number)) if method.number else 0
-        number, is_count = int(exact), method.number in ("init_r", "topk")
-        if number != exact or (is_count and number < 1):
-            raise self.refused(f"its {method.number} in {CONFIG} is {exact:g}", OWN_CONFIG)
+        is_on = bool(config.get(method.switch))
+        number: float = int(is_on)
+        if method.number and (is_on or not method.switch):
+            number = _number(method.number, config.get(method.number))
+        if int(number) != number or int(number) not in method.allowed:
+            raise self.refused(f"its {method.number} in {CONFIG} is {number:g}", OWN_CONFIG)
         scale = _number(method.scale, config.get(method.scale)) if method.scale else 1
-        if self.kind == "GRALORA":
-            general = self.spec(layer, "gralora_A_general")
-            ranks = self.checkpoint.specs[layer.keys["gralora_A"]].shape[2]
-            scale /= ranks + (0 if general is None else general.shape[0])
-        if self.kind == "RANDLORA":
-            scale /= self.checkpoint.specs[layer.keys["randlora_lambda"]].shape[0]
-        if self.kind == "HRA":
-            number = int(bool(config.get("apply_GS")))
-        if self.kind == "OFT":
-            if config.get("coft"):
-                raise self.refused("trained with coft, which changes the adapter while it is applied", "use peft")
-            # Before 0.18, which began to note the release, peft had another series.
-            if config.get("use_cayley_neumann") and "peft_version" not in config:
-                raise self.refused("trained with the series of peft before 0.18", "merge it with that release")
-            number = number if config.get("use_cayley_neumann") else 0
-            if not 0 <= number <= _MOST_TERMS:
-                raise self.refused(f"its {method.number} in {CONFIG} is {number}", OWN_CONFIG)
-        return number, self.weight * scale
+        ranks = 1 if method.ranks is None else method.ranks(*self._shapes(layer))
+        return int(number), self.weight * scale / ranks
 
     def scaling(self, layer: AdapterLayer, key: str = "") -> float:
         """Return the factor of a layer's product, for the tensor ``key`` of the base. Raises ``AdapterError`` if it is
@@ -311,9 +301,9 @@ class Adapter(Struct, frozen=True):
         elif not self.path:
             raise self.refused(_UNSCALED, "name the adapter's configuration with ", Opt("adapter", CONFIG))
         else:
-            one = f'{{"r": {self.rank(layer)}, "lora_alpha": ALPHA}}'
-            own = " (DiffSynth-Studio trains with lora_alpha = r)" * bool(self.names)
-            words = f"put its {CONFIG} next to it, or write one with the values of the training: {one}{own}"
+            example = f'{{"r": {self.rank(layer)}, "lora_alpha": ALPHA}}'
+            hint = " (DiffSynth-Studio trains with lora_alpha = r)" * bool(self.names)
+            words = f"put its {CONFIG} next to it, or write one with the values of the training: {example}{hint}"
             raise self.refused(_UNSCALED, words)
         alpha, rank = _number("lora_alpha", alpha), self.rank(layer)
         return self.weight * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -404,7 +394,6 @@ def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: floa
     return _number({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}.get(name, name), default)
 
 
-_MOST_TERMS = 100  # of the series of OFT, which begins with 5
 _HUGE = 1e300  # JSON can have integers that are too large for a float
 
 
