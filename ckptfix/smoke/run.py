@@ -322,9 +322,11 @@ def _culprit(origin: FaultOrigin) -> str:
         return culprit
     negative = [figures.tensor for figures in origin.weights if figures.is_negative_variance]
     broken = [figures.tensor for figures in origin.weights if figures.is_broken]
-    states = [f"{' and '.join(broken)} {'is not finite itself' if len(broken) == 1 else 'are not finite themselves'}"]
-    states = states if broken else []
-    states += [f"{' and '.join(negative)} {'is' if len(negative) == 1 else 'are'} negative"] if negative else []
+    defects = (
+        (broken, "is not finite itself", "are not finite themselves"),
+        (negative, "is negative", "are negative"),
+    )
+    states = [f"{' and '.join(names)} {one if len(names) == 1 else many}" for names, one, many in defects if names]
     return f"{culprit}, whose {' and '.join(states) or 'own weights are finite'}"
 
 
