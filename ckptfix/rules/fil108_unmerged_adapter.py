@@ -74,12 +74,16 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
     adapter = adapter_in(checkpoint, config=config)
     if one := companion(checkpoint):
         name, does, _ = one
-        yield rule.finding(Level.NOTE, f"{name}, and no model; it {does}")
+        yield rule.finding(Level.NOTE, f"{name}, not a model; it {does}")
         return
     if (other := foreign_type(adapter)) and all(is_foreign(adapter, key) for key in checkpoint.entries):
-        does = f"it {UNMERGED[other]}" if other in UNMERGED else "only the library that trained it can merge it"
-        does = f"a merge needs its {CONFIG}" if other in METHODS else does
-        yield rule.finding(Level.NOTE, f"an adapter of the type {other}, and no model; {does}")
+        if other in UNMERGED:
+            does = f"it {UNMERGED[other]}"
+        elif other in METHODS:
+            does = f"a merge needs its {CONFIG}"
+        else:
+            does = "only the library that trained it can merge it"
+        yield rule.finding(Level.NOTE, f"an adapter of the type {other}, not a model; {does}")
         return
     if other in METHODS and any(_BASE in key for key in checkpoint.specs):
         yield rule.finding(
@@ -168,7 +172,7 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle
     yield rule.finding(
         Level.NOTE,
         f"{kind} for {counted(len(adapter.layers), 'layer')}{f' ({names})' * bool(names)}"
-        f"{f', trained on {adapter.base}' * bool(adapter.base)}, and no model"
+        f"{f', trained on {adapter.base}' * bool(adapter.base)}, without a model"
         f"{'' if is_scaled else '; a merge needs its lora_alpha, which is not in the file'}"
         f"{f'; {dead} of its ranks {verb} nothing' * bool(zero)}",
         keys=zero,
@@ -340,7 +344,7 @@ def _in_words(sizes: Mapping[str, float]) -> str:
     if not sizes:
         return ""
     if len(sizes) <= _SHOWN:
-        return f", of their norm: {', '.join(f'{name} by {size:.2g}' for name, size in sizes.items())}"
+        return f": {', '.join(f'{name} by {size:.2g}' for name, size in sizes.items())} of the norm"
     least, most = min(sizes.values()), max(sizes.values())
     return f" by {least:.2g}" + (f" to {most:.2g}" if f"{least:.2g}" != f"{most:.2g}" else "") + " of their norm"
 

@@ -409,7 +409,7 @@ def test_stacked_experts(inputs_first, dtype, tmp_path, monkeypatch):
 def test_an_adapter_alone(tmp_path):
     adapter = trained(LORA(r=4, target_modules=LINEAR, modules_to_save=["head"]), tmp_path / "adapter")
     (found,) = ckptfix.check(adapter).findings
-    assert found.message == "a LoRA adapter of rank 4 for 2 layers (fc, q), and no model"
+    assert found.message == "a LoRA adapter of rank 4 for 2 layers (fc, q), without a model"
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     tensors["base_model.model.q.lora_B.weight"][:, 1] = 0
@@ -488,7 +488,7 @@ def test_what_peft_saves_of_the_base_makes_no_whole_model_of_an_adapter(config, 
     assert any(".base_layer." in key for key in load_file(file))
     report = ckptfix.check(adapter)
     assert report.exit_code == 0
-    assert "and no model" in next(found for found in report.findings if found.code == "FIL108").message
+    assert "without a model" in next(found for found in report.findings if found.code == "FIL108").message
 
 
 def test_how_far_the_base_changes(tmp_path):

@@ -558,9 +558,7 @@ def test_an_adapter_that_cannot_be_merged_is_named(keys, config, kind, tmp_path)
     if config is not None:
         (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     found = ckptfix.check(tmp_path / "adapter_model.safetensors", select="FIL108", values=False).findings
-    assert [each.message.split(", and no model")[0] for each in found] == [f"an adapter of the type {kind}"] * bool(
-        kind
-    )
+    assert [each.message.split(", not a model")[0] for each in found] == [f"an adapter of the type {kind}"] * bool(kind)
 
 
 _HYPERNETWORK = [{f"linear.{at}.{name}": torch.ones(2, 2) for at in (0, 1) for name in ("weight", "bias")}] * 2
