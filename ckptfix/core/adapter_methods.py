@@ -24,6 +24,8 @@ class Method(Struct, frozen=True):
     number: str = ""
     switch: str = ""
     allowed: range = range(-(1 << 63), 1 << 63)
+    # Settings again: whether the change is bounded, and the bound.
+    bounded: tuple[str, str] = ("", "")
     # The number by which the factor is divided, from the shapes of the tensors.
     ranks: Callable[..., int] | None = None
     has_kernels: bool = False  # whether it changes convolutions too, as matrices
@@ -64,6 +66,14 @@ def _of_oft(outputs: int, inputs: int, rotation: Shape) -> bool:
     size = block_size(rotation[1]) if len(rotation) == 2 else 0
     is_whole = size > 1 and size * (size - 1) // 2 == rotation[1] and inputs % size == 0
     return is_whole and rotation[0] in (1, inputs // size)
+
+
+def _of_boft(outputs: int, inputs: int, blocks: Shape, scales: Shape) -> bool:
+    if len(blocks) != 4 or (blocks[1] * blocks[2], blocks[3]) != (inputs, blocks[2]) or not blocks[0]:
+        return False
+    # Each further factor exchanges the halves of twice as many blocks.
+    is_split = blocks[0] == 1 or (blocks[2] % 2 == 0 and blocks[1] % 2 ** (blocks[0] - 1) == 0)
+    return is_split and scales in ((outputs, 1), (1, outputs))
 
 
 def _of_gralora(outputs: int, inputs: int, one: Shape, two: Shape, *general: Shape) -> bool:
@@ -158,6 +168,7 @@ METHODS: Mapping[str, Method] = {
         number="num_cayley_neumann_terms",
         switch="use_cayley_neumann",
         allowed=range(101),  # peft begins with 5
+        bounded=("coft", "eps"),
         has_kernels=True,
         turns=False,
         adds=False,
@@ -173,9 +184,8 @@ METHODS: Mapping[str, Method] = {
     "BOFT": Method(
         "BOFT",
         _same("boft_R", "boft_s"),
-        lambda o, i, blocks, scales: (
-            len(blocks) == 4 and (blocks[0], blocks[1] * blocks[2], blocks[3]) == (1, i, blocks[2]) and scales == (o, 1)
-        ),
+        _of_boft,
+        has_kernels=True,
         turns=False,
         adds=False,
     ),

@@ -228,8 +228,8 @@ class Delta(Struct, frozen=True, forbid_unknown_fields=True):
     expert), ``hadamard`` and ``kronecker`` (LoHa and LoKr, whose factors are recognised by their names); the factors of
     each of these may be followed by DoRA's magnitude; ``bias`` (a tensor is added), ``scale`` (a product with a
     vector), ``rows`` (the rows of ``rows`` are replaced), ``whole`` (the whole tensor is), or a type of peft
-    (``METHODS``; ``bat`` is a variant of MiSS), with ``number`` from its configuration. ``transposed``: the tensor has
-    the inputs first. ``rounds``: the change is rounded to the tensor's dtype before it is added.
+    (``METHODS``; ``bat`` is a variant of MiSS), with ``number`` and ``bound`` from its configuration. ``transposed``:
+    the tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype before it is added.
     ``is_narrow``: the factors are rounded to it too. ``weight`` is the user's factor of ``scaling``. ``expert``:
     the factors belong to all experts, and this tensor is part of one: the expert's number, the number of experts, and
     the first row of the product and one past the last. ``within``: the first row that changes and one past the last, in
@@ -247,13 +247,14 @@ class Delta(Struct, frozen=True, forbid_unknown_fields=True):
     expert: Shape = ()
     within: Shape = ()
     number: int = 0
+    bound: float = 0.0
 
     def __post_init__(self) -> None:
         fewest, most = FORMS[self.form]
         if not fewest <= len(self.factors) <= most:
             raise ValueError(f"the form {self.form} does not take {len(self.factors)} factors")
-        if not (isfinite(self.scaling) and isfinite(self.weight)):
-            raise ValueError("the scaling and the weight have to be finite")
+        if not all(map(isfinite, (self.scaling, self.weight, self.bound))):
+            raise ValueError("the scaling, the weight and the bound have to be finite")
         if len(self.expert) not in (0, 4) or (self.expert and self.expert[0] >= self.expert[1]):
             raise ValueError("expert needs its number, the number of experts, and the first and last row")
         if len(self.within) not in (0, 2):

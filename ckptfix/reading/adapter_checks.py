@@ -28,7 +28,7 @@ from ckptfix.reading.configs import CONFIG, config_beside, read_config
 from ckptfix.reading.opening import open_file
 
 _FOREIGN = re.compile(
-    r"(?:^|[._])(?:(oft|boft|vera|randlora|c3a|vblora|fourierft|shira|waveft|gralora|delora)_\w+|(?P<scalar>scalar)"
+    r"(?:^|[._])(?:(?P<old_oft>oft_[rs])|(?P<kind>oft|boft|vera|randlora|c3a|vblora|fourierft|shira|waveft|gralora|delora)_\w+|(?P<scalar>scalar)"
     r"|(?P<nemo>adapter)\.linear_(?:in|out)|(?P<adalora>lora_E))(?:\.|$)"
     r"|^(?:lora|lycoris)_\w+\.(?:(?P<glora>[ab][12]\.weight)|(?P<ia3>on_input)|(?P<tlora>lambda_layer|[pq]_layer\..+))$"
     # Short names, which layers of a model may have too, only in files of peft.
@@ -37,6 +37,7 @@ _FOREIGN = re.compile(
     r"|^(?P<prompt>prompt_embeddings|prefix_task_\w+)$|(?:^|\.)internal_(?P<xlora>xlora)_classifier\."
 )
 _FOREIGN_TYPES = {
+    "old_oft": "OFT of peft before 0.16",
     "scalar": "LyCORIS with use_scalar",
     "nemo": "LoRA of NeMo",
     "adalora": "ADALORA",
@@ -57,7 +58,6 @@ _VARIANTS = {
     "monteclora_config": "MonteCLoRA",
     "kasa_config": "KaSA",
     "layer_replication": "layer_replication, which gives the model more layers than its file,",
-    "coft": "coft, which changes the adapter while it is applied,",
 }
 
 # Settings of peft under which each layer has a further tensor, and its role.
@@ -155,12 +155,12 @@ def foreign_type(adapter: Adapter) -> str:
     for any other adapter."""
     if adapter.kind not in _MERGED:
         return adapter.kind
-    if adapter.method is not None:
+    if adapter.method is not None and adapter.layers:
         return ""
     found = next(filter(None, map(_FOREIGN.search, adapter.checkpoint.specs)), None)
     if found is None:
         return ""
-    name = str(found[1] or found["peft"] or found.lastgroup)
+    name = str(found["kind"] or found["peft"] or found.lastgroup)
     return _FOREIGN_TYPES.get(name, name.upper())
 
 

@@ -275,6 +275,17 @@ class Adapter(Struct, frozen=True):
         ranks = 1 if method.ranks is None else method.ranks(*self._shapes(layer))
         return int(number), self.weight * scale / ranks
 
+    @property
+    def bound(self) -> float:
+        """The bound of the change by ``method``, or 0 if the configuration names none. Raises ``AdapterError`` if it is
+        not positive."""
+        is_bounded, name = ("", "") if self.method is None else self.method.bounded
+        if not self.config.get(is_bounded):
+            return 0.0
+        if (found := _number(name, self.config.get(name))) <= 0:
+            raise self.refused(f"its {name} in {CONFIG} is {found:g}", OWN_CONFIG)
+        return found
+
     def scaling(self, layer: AdapterLayer, key: str = "") -> float:
         """Return the factor of a layer's product, for the tensor ``key`` of the base. Raises ``AdapterError`` if it is
         unknown."""
@@ -282,6 +293,8 @@ class Adapter(Struct, frozen=True):
         is_full = layer.is_kronecker and self.with_rank(layer) is None
         if is_full and "r" not in config and (layer.component or "alpha" in layer.keys):
             return self.weight  # as in LyCORIS; peft scales whole matrices too
+        if self.kind == "LOKR" and "rank_dropout" in config and "rank_dropout_scale" not in config:
+            return self.weight  # peft before 0.14 did not scale it
         if isinstance(given := config.get("lora_parameters"), Mapping):  # of mlx-lm; old releases have an alpha
             factor = _number("alpha", given["alpha"]) / self.rank(layer) if "alpha" in given else 1
             return self.weight * _number("scale", given.get("scale")) * factor

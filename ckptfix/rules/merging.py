@@ -494,7 +494,8 @@ def _by_formula(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     form = "bat" if "block" in layer.keys and len(shapes[0]) == 3 else adapter.kind.lower()
     # Layers of AdaLoRA with fewer ranks have the dtype of the base.
     is_cut = form == "adalora" and bool(adapter.config.get("rank_pattern"))
-    return Delta(adapter.path, form, factors, scaling, is_turned, method.rounds, is_cut, number=number)
+    bound = adapter.bound
+    return Delta(adapter.path, form, factors, scaling, is_turned, method.rounds, is_cut, number=number, bound=bound)
 
 
 def _check_norms(adapter: Adapter, layer: AdapterLayer, outputs: int, spec: TensorSpec) -> None:

@@ -100,17 +100,38 @@ def _cayley(skew: torch.Tensor) -> torch.Tensor:
 
 
 def _boft(size: tuple[int, int], number: int, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    whole: torch.Tensor = torch.block_diag(*_cayley((blocks[0] - blocks[0].transpose(1, 2)) / 2))  # type: ignore[no-untyped-call]  # torch has no types here
+    """Return the product of block matrices, the further ones with another order of rows and columns."""
+    factors: list[torch.Tensor] = [
+        torch.block_diag(*_cayley((own - own.transpose(1, 2)) / 2))  # type: ignore[no-untyped-call]  # torch has no types here
+        for own in blocks
+    ]
+    whole = factors[0]
+    for at, factor in enumerate(factors[1:], 1):
+        # In each group of 2 ** at blocks, the first halves of the blocks come before the second ones.
+        order = torch.arange(size[1]).reshape(-1, 2**at, 2, blocks.shape[2] // 2).transpose(1, 2).flatten()
+        whole = factor[order][:, order] @ whole
     return whole
+
+
+def _skew(above: torch.Tensor) -> torch.Tensor:
+    """Return the skew-symmetric matrices with the elements ``above`` [matrices, elements] above their diagonal."""
+    size = block_size(above.shape[1])
+    half = torch.zeros(len(above), size, size)
+    rows, columns = torch.triu_indices(size, size, 1)
+    half[:, rows, columns] = above
+    return half - half.transpose(1, 2)
+
+
+def bounded(above: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return OFT's elements scaled down to at most the norm ``bound`` for all matrices together (``coft``)."""
+    norms = torch.norm(_skew(above), dim=(1, 2))[:, None]
+    most = bound / torch.sqrt(torch.tensor(len(above)))
+    return torch.where(norms <= most, above, most * (above / norms))
 
 
 def _oft(size: tuple[int, int], terms: int, above: torch.Tensor) -> torch.Tensor:
     """Return the rotation by Cayley's transform, or with the first terms of its series."""
-    block = block_size(above.shape[1])
-    skew = torch.zeros(len(above), block, block)
-    rows, columns = torch.triu_indices(block, block, 1)
-    skew[:, rows, columns] = above
-    skew = skew - skew.transpose(1, 2)
+    block, skew = block_size(above.shape[1]), _skew(above)
     one = torch.eye(block).repeat(len(above), 1, 1)
     if not terms:
         found = _cayley(skew)

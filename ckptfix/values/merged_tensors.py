@@ -23,7 +23,7 @@ from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.reading.boxes import is_range, row_major, row_major_bytes
 from ckptfix.reading.tensors import bytes_of, one_thread, torch_dtype
-from ckptfix.values.adapter_methods import PAIRS, TURNS, WHOLE, of_bat, of_miss, of_shira
+from ckptfix.values.adapter_methods import PAIRS, TURNS, WHOLE, bounded, of_bat, of_miss, of_shira
 from ckptfix.values.casting import computing
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.scan import KINDS, kernel, strips
@@ -267,6 +267,8 @@ class _LayerFactors:
             cores = [factor for key, factor in named if "lokr_t2" in key]
             two = _around(cores[0], *twos) if cores else twos[0] if len(twos) == 1 else twos[0] @ twos[1]
             factors = [ones[0] if len(ones) == 1 else ones[0] @ ones[1], two]
+        if delta.bound:
+            factors = [bounded(factors[0], delta.bound)]
         size = (source.shape[0], math.prod(source.shape[1:]))
         size = size[::-1] if delta.transposed else size
         if pair := PAIRS.get(delta.form):
@@ -301,7 +303,7 @@ class _LayerFactors:
         if form in TURNS:
             rows = weight.flatten(1).to(self.factors[0].dtype)
             rows = rows @ self.factors[0] if form == "hra" else (self.factors[0] @ rows.T).T
-            rows = rows * self.factors[1][first:last] if form == "boft" else rows
+            rows = rows * self.factors[1].reshape(-1, 1)[first:last] if form == "boft" else rows
             return rows.to(dtype).view(weight.shape)
         if form == "bat":
             weight += of_bat(weight, self.factors[0], first).mul_(self.delta.scaling)

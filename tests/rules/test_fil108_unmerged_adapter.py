@@ -6,6 +6,7 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -84,7 +85,12 @@ CASES = {
     "OFT of three terms": peft.OFTConfig(oft_block_size=8, target_modules=["q"], num_cayley_neumann_terms=3),
     "OFT by solving": peft.OFTConfig(oft_block_size=8, target_modules=["q"], use_cayley_neumann=False),
     "OFT of one block": peft.OFTConfig(oft_block_size=8, target_modules=["q"], block_share=True),
+    "OFT with a bound": peft.OFTConfig(oft_block_size=8, target_modules=["q"], coft=True, eps=0.5),
+    "OFT of one block with a bound": peft.OFTConfig(
+        oft_block_size=8, target_modules=["q"], coft=True, block_share=True, use_cayley_neumann=False
+    ),
     "BOFT": peft.BOFTConfig(boft_block_size=8, target_modules=["q", "fc"]),
+    "BOFT of a kernel": peft.BOFTConfig(boft_block_size=9, target_modules=["conv"]),
     "GraLoRA": peft.GraloraConfig(r=4, gralora_k=2, target_modules=["fc"]),
     "GraLoRA and LoRA": peft.GraloraConfig(r=4, gralora_k=2, hybrid_r=3, alpha=9, target_modules=["fc"]),
     "GraLoRA of Conv1D": peft.GraloraConfig(r=4, gralora_k=2, target_modules=["c_attn"], fan_in_fan_out=True),
@@ -108,6 +114,28 @@ def test_a_merge_has_the_bits_of_peft(config, dtype, tmp_path):
     assert_same(repaired, want)
     assert report.exit_code == 0
     assert any(bytes_of(repaired[key]) != bytes_of(before[key]) for key in before)
+
+
+@pytest.mark.parametrize("factors", [2, 3])
+def test_boft_of_several_factors(factors, tmp_path, monkeypatch):
+    """peft computes them with an extension for CUDA only; here, torch does in its place."""
+    on_cpu = SimpleNamespace(apply=lambda blocks: torch.stack([torch.block_diag(*each) for each in blocks]))
+    monkeypatch.setattr("peft.tuners.boft.layer.get_fbd_cuda", lambda: True)
+    monkeypatch.setattr("peft.tuners.boft.layer.FastBlockDiag", on_cpu)
+    config = peft.BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=factors, target_modules=["q", "fc"])
+    adapter = trained(config, tmp_path / "adapter")
+    repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter]))
+
+
+def test_lokr_of_old_releases_has_no_scale(tmp_path):
+    """Before 0.14, peft trained and merged it without alpha / r; `rank_dropout_scale` came with that release."""
+    adapter = trained(peft.LoKrConfig(r=2, alpha=2, target_modules=["q"]), tmp_path / "adapter")
+    want, config = merged_by_peft([adapter]), json.loads((adapter / "adapter_config.json").read_text())
+    del config["rank_dropout_scale"]
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "alpha": 9}))
+    repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, select="FIL108")
+    assert_same(repaired, want)
 
 
 @pytest.mark.parametrize("how", [True, "bat"])

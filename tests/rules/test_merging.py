@@ -439,13 +439,18 @@ def test_what_oft_needs_besides_its_matrices(tmp_path):
     with pytest.raises(AdapterError, match=r"num_cayley_neumann_terms in .*json is 100000"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
     changed_config(adapter, num_cayley_neumann_terms=5)
-    with pytest.raises(AdapterError, match="trained with coft"):
-        ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, coft=True))
+    with pytest.raises(AdapterError, match=r"its eps in adapter_config\.json is 0"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, coft=True, eps=0))
     config = json.loads((adapter / "adapter_config.json").read_text())
     del config["coft"], config["peft_version"]
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterError, match=r"the series of peft before 0\.18"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+    blocks = {"base_model.model.q.oft_r": torch.zeros(4, 8, 8), "base_model.model.q.oft_s": torch.ones(33, 1)}
+    save_file(blocks, adapter / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"an adapter of the type OFT of peft before 0\.16"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+    assert "OFT of peft before 0.16" in ckptfix.check(adapter).findings[0].message
 
 
 def with_linear(dtype=torch.float32):
