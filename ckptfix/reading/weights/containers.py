@@ -85,7 +85,8 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
 
     def last(candidate: Candidate) -> tuple[bool, ...]:
         keys = found[candidate.path]
-        return (_are_samples(keys), COUNTER in keys)  # AveragedModel adds a key: it would be the larger set
+        # AveragedModel adds a key: it would be the larger set
+        return (_are_samples(keys), _is_tiny(candidate, candidates), COUNTER in keys)
 
     ranked = sorted(candidates, key=lambda candidate: (*last(candidate), *rank(candidate)))
     ranked = [each for each in ranked if each is ranked[0] or not _are_samples(found[each.path])]
@@ -409,7 +410,9 @@ PREFERRED = tuple(
 )
 
 # Parts of names that mark an averaged set of weights; `avgpool` is a layer.
-_AVERAGED = re.compile(r"ema|averag|swa|shadow|teacher|polyak|(?<![a-z])avg(?![a-z])", re.IGNORECASE)
+_AVERAGED = re.compile(
+    r"ema|averag|swa|shadow|teacher|polyak|momentum_(?:encoder|model|net)|(?<![a-z])avg(?![a-z])", re.IGNORECASE
+)
 FEW = 3  # number of tensors beside the weights that is not reported
 SHARE = 20  # a set of at least one in this many of the elements of the weights may be weights too
 
@@ -426,10 +429,18 @@ def rank(candidate: Candidate) -> tuple[bool, int, int, int]:
     return (is_averaged(*names), min(known, default=len(PREFERRED)), -candidate.tensors, len(names))
 
 
+def _is_tiny(candidate: Candidate, candidates: list[Candidate]) -> bool:
+    """Return whether a candidate is the state of a loss or a metric beside weights, unless it has a preferred name."""
+    return not any(str(part).lower() in PREFERRED for part in candidate.path) and any(
+        4 * candidate.tensors <= other.tensors and SHARE * candidate.numel < other.numel for other in candidates
+    )
+
+
 def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
-    """Return the candidates that may be meant, without random states and tables of means or losses beside weights."""
+    """Return the candidates that may be meant: the best one, and others that are not random states and tables of means
+    or losses beside weights."""
     largest = max((candidate.tensors for candidate in ranked), default=0)
-    several = [candidate for candidate in ranked if 4 * candidate.tensors >= largest]
+    several = [candidate for candidate in ranked if candidate is ranked[0] or 4 * candidate.tensors >= largest]
     return tuple([candidate for candidate in several if candidate.numel > candidate.tensors] or several)
 
 

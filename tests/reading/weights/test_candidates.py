@@ -1,6 +1,7 @@
 """Which state_dict of a file is taken, and what is next to it."""
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,32 @@ def candidates(**tensors: int) -> list[Candidate]:
 )
 def test_which_are_meant(tensors, names):
     assert [candidate.name for candidate in plausible(candidates(**tensors))] == names
+
+
+@pytest.mark.parametrize(
+    ("sets", "taken", "listed"),
+    [
+        ({"model_ema": 9, "loss": 1}, "model_ema", ["model_ema"]),
+        ({"runs.teacher": 9, "history": 1}, "runs.teacher", ["runs.teacher"]),
+        ({"model": 2, "teacher": 9}, "model", ["model", "teacher"]),
+        ({"student": 3, "teacher": 9}, "student", ["student", "teacher"]),
+        ({"momentum_encoder": 4, "encoder": 4}, "encoder", ["encoder", "momentum_encoder"]),
+    ],
+    ids=["only an average, and a loss", "the same, nested", "a small model", "a small student", "MoCo's average"],
+)
+def test_an_average_is_taken_only_without_another_network(tmp_path, sets, taken, listed):
+    content: dict[str, Any] = {}
+    for name, layers in sets.items():
+        first, _, last = name.rpartition(".")
+        content[first or last] = {f"layers.{at}.weight": torch.rand(4, 4 if layers > 1 else 1) for at in range(layers)}
+        if first:
+            content[first] = {last: content[first]}
+    torch.save(content, tmp_path / "f.pth")
+    checkpoint = ckptfix.open_checkpoint(tmp_path / "f.pth")
+    assert ".".join(map(str, checkpoint.container)) == taken
+    assert [candidate.name for candidate in checkpoint.candidates] == listed
+    findings = ckptfix.check(tmp_path / "f.pth").findings
+    assert [finding.code for finding in findings] == (["FIL101"] if len(listed) > 1 else [])
 
 
 def test_losses_next_to_a_small_network_are_not_a_set(tmp_path):
@@ -83,7 +110,7 @@ _LAYERS = {f"layers.{at}.weight": torch.rand(4, 4) for at in range(5)}
     [
         {("model", "raw"): _LAYERS},
         {"models": [dict(_LAYERS)] * 65},
-        {"state_dict": {"bias": torch.zeros(2)}, "rest": _nested(12, _LAYERS)},
+        {"state_dict": {"bias": torch.zeros(1)}, "rest": _nested(12, _LAYERS)},
         {"state_dict": {"bias": torch.zeros(2)}, "cache": [torch.rand(9) for _ in range(70)]},
     ],
     ids=["under a tuple", "in a long list", "deep, beside a small state_dict", "in a list of tensors"],
