@@ -141,6 +141,11 @@ def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterat
         if finding := findings.get(name):
             words = f"{finding.message}{meaning.format(wrappers=wrappers)}."
             yield words[:1].upper() + words[1:], finding.keys if name in _LISTED else ()
+    if mismatch.model and not mismatch.missing and not mismatch.knows_missing and "wrapper-prefix" in findings:
+        yield (
+            "If the whole message lists no missing key, the model has this prefix too, and these keys are left over.",
+            (),
+        )
     if computed := tuple(key for key in _left(findings, "missing-key") if is_transient(key, ())):
         yield (
             f"{counted(len(computed), 'buffer')} missing, which the model computes: this release keeps them,"
@@ -262,10 +267,14 @@ _SURPLUS_COUNTERS = "unexpected-num-batches-tracked"
 
 def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Advice]:
     named = {name for name, finding in findings.items() if finding.code.startswith(FOR_LOADING)}
-    if any(map(_OF_FSDP.search, (*mismatch.unexpected, *mismatch.shapes))):
+    if any(map(_OF_FSDP.search, (*mismatch.unexpected, *mismatch.shapes))) or any(
+        0 in stored for stored, _ in mismatch.shapes.values()
+    ):
         merge = "ckptfix repair FOLDER --model {MODEL} -o model.pth"
         yield Advice("puts the ranks together, with the files of all of them in one folder", merge)
-        yield Advice("Or save again with FSDP's FULL_STATE_DICT.")
+        yield Advice(
+            "Or save again as a whole: FULL_STATE_DICT of FSDP, stage3_gather_16bit_weights_on_model_save of ZeRO-3."
+        )
         return
     yield from _commands_for_names(findings, mismatch, named)
     yield from advice_on_shapes(mismatch)
@@ -309,7 +318,9 @@ def _advice_on_strict(findings: Mapping[str, Finding], mismatch: Mismatch, named
     computed = [key for key in missing if is_transient(key, ()) or any(part.search(key) for part in _PARTS_LEFT_OUT)]
     if _is_new_head(mismatch.missing, mismatch.unexpected) and not mismatch.shapes:
         yield Advice("strict=False loads everything but the head, which has to be trained before the model is used.")
-    elif len(missing) > len(computed) or mismatch.shapes or (mismatch.missing and not missing and not named):
+    elif mismatch.shapes and not len(missing) > len(computed):
+        yield Advice("strict=False does not help: it ignores missing and unexpected keys, and still raises for shapes.")
+    elif len(missing) > len(computed) or (mismatch.missing and not missing and not named):
         yield Advice(
             "strict=False does not help: parameters that do not match keep random values, as in an untrained model."
         )
@@ -338,6 +349,11 @@ def _code_for_wrappers(findings: Mapping[str, Finding], mismatch: Mismatch) -> I
     elif any("_orig_mod" in key for key in _left(findings, "wrapper-segment")):
         yield Advice(
             "saves a compiled model without the wrapper", code="torch.save(model._orig_mod.state_dict(), path)"
+        )
+    elif any("_fsdp_wrapped_module" in key for key in mismatch.missing):
+        yield Advice(
+            "loads the whole weights into a model inside FSDP; or load them before it is wrapped",
+            code="with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT): model.load_state_dict(state_dict)",
         )
     elif "missing-wrapper-prefix" in findings:
         inner = "_orig_mod" if any(key.startswith("_orig_mod.") for key in mismatch.missing) else MODULE

@@ -1,12 +1,13 @@
 """Parses the keys and shapes in a message of torch, transformers, fvcore or mmcv."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain, islice, product
 
 from msgspec import Struct, field
 
 from ckptfix.core.parts import Shape
+from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS
 from ckptfix.explain.text import Message
 
 
@@ -80,6 +81,7 @@ _MODEL_FIRST = (
 _MOST_LAYERS = 1000
 _MOST_KEYS = 50_000  # of one kind: a folded name of 40 characters may stand for a billion
 _CONTEXT = re.compile(r"Error\(s\) in loading state_dict for (?P<model>[\w.]+)")
+_WRAPPED = re.compile(r"\w*Parallel\w*|OptimizedModule|\w*AveragedModel|\w*Engine")
 _CUT = re.compile(r"[\"'],?\s*(?:\.\.\.|…)")
 _QUOTED = re.compile(r"[\"']([^\"']*)[\"']")
 
@@ -104,15 +106,24 @@ def _read(text: str) -> Mismatch:
     missing = tuple(key for key in named if key not in shapes)  # fvcore lists skipped keys twice
     is_old = 'unexpected key "' in text and not context
     starts_before = context is not None or "missing_keys" in text or "LOAD REPORT from" in text
+    is_cut = _MOST_KEYS in (len(shapes), len(named), len(unexpected)) or _CUT.search(text) is not None
+    # A file rarely has all keys of a model without a wrapper, and more under the wrapper's name: the pasted text
+    # leaves the missing ones out.
+    is_wrapped = context is not None and _WRAPPED.fullmatch(context["model"]) is not None
+    leaves_out = is_cut or (context is not None and not is_wrapped and _all_in_wrapper(unexpected))
     return Mismatch(
         model=context["model"] if context else "",
         missing=missing,
         unexpected=tuple(unexpected),
         shapes=shapes,
         running_statistics=tuple(_keys_in(_RUNNING, text)),
-        knows_missing=bool(missing) or (starts_before and not is_old),
-        is_cut=_MOST_KEYS in (len(shapes), len(named), len(unexpected)) or _CUT.search(text) is not None,
+        knows_missing=bool(missing) or (starts_before and not is_old and not leaves_out),
+        is_cut=is_cut,
     )
+
+
+def _all_in_wrapper(keys: Collection[str]) -> bool:
+    return bool(keys) and {MODULE, *WRAPPER_SEGMENTS}.issuperset(key.partition(".")[0] for key in keys)
 
 
 # A row of the load report of transformers 5, with folded names: `layers.{0, 1}.weight`, `{0...11}`.

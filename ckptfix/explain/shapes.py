@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import Shape
@@ -33,6 +34,10 @@ _UNGATHERED = (
 )
 _ONES = "an extra or missing axis of one element, which changes no value"
 _CODES = "quantised weights with different bits or group size, or from another release of the quantiser"
+_PACKED = (
+    "two codes of 4 bits in each byte on one side, as bitsandbytes packs weights: either the file was saved from a"
+    " quantised model, or the model was built with quantization_config and the file is not quantised"
+)
 _RANKS = "an adapter of another rank than the model's: build it with the rank in the adapter's configuration"
 _FLAT = "one row of numbers instead of a matrix, like packed codes and parts of flat parameters"
 _PART = "one rank's part of a tensor-parallel training, 1/{} of the model along one axis"
@@ -41,7 +46,7 @@ _OTHER_AXES = "the same axes in another order, as in another library or release"
 _ANOTHER_SIZE = "a model of another size or configuration than the file's, so look for its variant first"
 _LORA = re.compile(r"(^|[._])lora_(A|B|up|down)\b")  # the factors of a layer's change
 # Causes that neither a formula nor the values of a fresh model can repair.
-_HOPELESS = (_EMPTY, _UNGATHERED, _CODES, _RANKS, _FLAT, _OTHER_AXES, _ANOTHER_SIZE)
+_HOPELESS = (_EMPTY, _UNGATHERED, _CODES, _PACKED, _RANKS, _FLAT, _OTHER_AXES, _ANOTHER_SIZE)
 
 
 def _by_reason(
@@ -60,6 +65,8 @@ def _by_reason(
             reason = _ONES
         elif key in codes or key.endswith(".scales"):
             reason = _CODES
+        elif _is_packed(stored, wanted) or _is_packed(wanted, stored):
+            reason = _PACKED
         elif _LORA.search(key) and sum(one != other for one, other in zip(stored, wanted, strict=False)) == 1:
             reason = _RANKS
         elif len(stored) == 1 < len(wanted) and stored[0] not in wanted:
@@ -80,6 +87,10 @@ def _by_reason(
         is_turned = all(sorted(old) == sorted(new) for old, new in others.values())
         groups[_OTHER_AXES if is_turned else _ANOTHER_SIZE] = others
     return groups
+
+
+def _is_packed(codes: Shape, whole: Shape) -> bool:
+    return codes[1:] == (1,) and prod(whole) == 2 * codes[0]
 
 
 def _parts(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:

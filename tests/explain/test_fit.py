@@ -38,7 +38,10 @@ def causes(message: str) -> str:
     [
         pytest.param(text(["a.weight"], ["module.fc.weight"]), id="another layer under the prefix"),
         pytest.param(text(under(), ["head.weight"]), id="one that only sounds alike"),
-        pytest.param(text(unexpected=under("module.")), id="nothing is missing: the model has the prefix too"),
+        pytest.param(
+            text(unexpected=under("module.")).replace("for Net", "for DataParallel"),
+            id="nothing is missing: the model has the prefix too",
+        ),
         pytest.param(text(["fc.weight"]), id="no unexpected key at all"),
     ],
 )
@@ -83,6 +86,10 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
         (text(under(), under("module.")), "5 keys with the wrapper prefix `module.`: the file was saved from"),
         (text(["fc.weight"], ["module.fc.weight"]), "1 key with the wrapper prefix `module.`"),
         (text(under(), [*under("module."), "module.old.weight"]), "6 keys with the wrapper prefix"),
+        (text(unexpected=under("module.")), "prefix `module.`: the file was saved from"),
+        (text(unexpected=under("module.")), "If the whole message lists no missing key, the model has this prefix too"),
+        ('Unexpected key(s) in state_dict: "module.…"', "1 key with the wrapper prefix `module.`"),
+        (text(unexpected=under("module.")).rstrip(". ") + ", ...", "prefix `module.`: the file was saved from"),
         (text(under(), under("_orig_mod.")), "`_orig_mod` of torch.compile"),
         (text(under(), under("_orig_mod.module.")), "with the wrapper prefix `module.`"),
         (text(under("module."), under()), "the model is wrapped (`module` of DataParallel"),
@@ -217,3 +224,45 @@ def test_ranks_of_fsdp_are_put_together():
     assert [advice.command for advice in read_fit(flat)[1] if advice.command] == [
         "ckptfix repair FOLDER --model {MODEL} -o model.pth"
     ]
+
+
+def advice(message: str) -> str:
+    (read,) = messages(message)
+    return "\n".join(f"{each.command}{each.code} | {each.text}" for each in read_fit(read)[1])
+
+
+def sized(key: str, stored: str, wanted: str) -> str:
+    return (
+        f"size mismatch for {key}: copying a param with shape torch.Size([{stored}]) from checkpoint, the shape in"
+        f" current model is torch.Size([{wanted}])."
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        pytest.param(
+            text(None, None, sized("proj.weight", "320, 320", "320, 320, 1, 1")), "still raises for shapes", id="shapes"
+        ),
+        pytest.param(
+            text(["_fsdp_wrapped_module.fc.weight"], ["fc.weight"]), "StateDictType.FULL_STATE_DICT", id="model in FSDP"
+        ),
+        pytest.param(
+            text(None, None, sized("wte.weight", "0", "5, 8")),
+            "ckptfix repair FOLDER --model",
+            id="nothing in the file",
+        ),
+    ],
+)
+def test_what_is_advised(message: str, words: str):
+    assert words in advice(message)
+
+
+def test_a_model_in_fsdp_is_not_loaded_through_its_module():
+    assert "model.module" not in advice(text(["_fsdp_wrapped_module.fc.weight"], ["fc.weight"]))
+
+
+def test_a_shortened_list_of_keys_says_nothing_about_the_missing_ones():
+    assert "Every key of the model is in the file" not in advice(
+        text(unexpected=["head.weight"]).rstrip(". ") + ", ..."
+    )
