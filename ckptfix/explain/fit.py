@@ -49,6 +49,8 @@ def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
         code = 'state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}'
         check = Advice("says whether the file fits your model as it is", "ckptfix check {FILE} --model {MODEL}")
         return ((said, ()),), (Advice("removes the prefix only if there is one", code=code), check)
+    if adapter := _adapter(mismatch):
+        return adapter
     findings = _diagnose(mismatch)
     causes = [*_named_causes(findings, mismatch), *shape_causes(mismatch), *_left_causes(findings, mismatch)]
     if mismatch.is_cut:
@@ -59,6 +61,40 @@ def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
         said = f"{counted(len(running), 'running statistic')} of an InstanceNorm: torch before 0.4.0 saved them, and"
         causes.append((f"{said} the layer does not use them now.", running))
     return tuple(causes), tuple(_advice(findings, mismatch))
+
+
+_OF_ADAPTER = re.compile(r"(?:^|[._])lora_|\.lora\.|(?:^|[._])(?:hada|lokr)_|\.base_layer\.")
+
+
+def _adapter(mismatch: Mismatch) -> tuple[tuple[Cause, ...], tuple[Advice, ...]] | None:
+    """Return cause and advice if an adapter is on one side only: in the file, or in the model. Else None."""
+    stored, wanted = (list(filter(_OF_ADAPTER.search, keys)) for keys in (mismatch.unexpected, mismatch.missing))
+    lacks_base = len(wanted) < len(mismatch.missing) or any(".base_layer." in key for key in wanted)
+    if mismatch.shapes or (stored and wanted and not lacks_base):
+        return None
+    if stored and len(stored) == len(mismatch.unexpected):
+        said = f"The file holds an adapter ({counted(len(stored), 'key')}), and not the weights that it changes."
+        advice = (
+            Advice("merges it into its base", "ckptfix repair BASE --adapter {FILE} -o merged.safetensors"),
+            Advice(
+                "loads it into the base model as it is", code="model = PeftModel.from_pretrained(base_model, folder)"
+            ),
+            Advice("strict=False does not help: it loads nothing of the base, and leaves the model random."),
+        )
+        return ((said, tuple(stored)),), advice
+    if wanted and not stored:
+        said = (
+            "The model has adapter layers (peft adds lora_… and renames weights to base_layer), and the file has none."
+        )
+        advice = (
+            Advice(
+                "loads the weights before the adapter is added",
+                code="model.load_state_dict(state_dict); model = get_peft_model(model, config)",
+            ),
+            Advice("compares the file with your model without its adapter", "ckptfix check {FILE} --model {MODEL}"),
+        )
+        return ((said, tuple(wanted)),), advice
+    return None
 
 
 def _container_key(mismatch: Mismatch) -> str | None:

@@ -88,6 +88,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "model-did-not-load": (
         "AttributeError: 'NoneType' object has no attribute 'is_sdxl'",
         "Stable diffusion model failed to load",
+        "AttributeError: 'NoneType' object has no attribute 'sd_model_hash'",
+        "AttributeError: 'NoneType' object has no attribute 'state_dict'",
     ),
     "path-not-state-dict": (
         "TypeError: Expected state_dict to be dict-like, got <class 'str'>.",
@@ -111,6 +113,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: Following weights were not initialized from checkpoint: {'model.layers.0.attn.q_norm.weight'}",
         "KeyError: 'layers.0.mlp.experts.gate_up_proj'",
         "AssertionError: Checkpoint does not contain key: model.embed_tokens.weight",
+        "Exception: tensor 'token_embd.weight' has wrong shape; expected 4096, 32001, got 4096, 32000",
     ),
     "opened-as-arrays": (
         "OSError: Unable to open file (file signature not found)",
@@ -119,12 +122,16 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "OSError: Unable to synchronously open file (file signature not found)",
         "OSError: Unable to open file (truncated file: eof = 9434, sblock->base_addr = 0, stored_eof = 94341)",
         "_pickle.UnpicklingError: This file contains pickled (object) data. If you trust the file you can load it",
+        "onnxruntime.capi.InvalidProtobuf: [ONNXRuntimeError] : 7 : INVALID_PROTOBUF : Load model from best.pt"
+        " failed:Protobuf parsing failed.",
+        "google.protobuf.message.DecodeError: Error parsing message with type 'onnx.ModelProto'",
     ),
     "no-such-model-type": (
         "KeyError: 'qwen3'",
         "ValueError: Unrecognized configuration class <class 'BertConfig'> for this kind of AutoModel",
         "ValueError: The checkpoint you are trying to load has model type `qwen9` but Transformers does not recognize"
         " this architecture.",
+        "RuntimeError: Unsloth: No config file found - are you sure the `model_name` is correct?",
     ),
     "lightning-arguments": (
         "TypeError: LitModel.__init__() got an unexpected keyword argument 'lr_decay'",
@@ -141,6 +148,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " valid VAE.",
         "ERROR: clip input is invalid: None\n\nIf the clip is from a checkpoint loader node your checkpoint does not"
         " contain a valid clip or text encoder model.",
+        "ValueError: Pipeline <class 'StableDiffusionPipeline'> expected {'vae', 'unet', 'tokenizer'}, but only"
+        " {'vae'} were passed.",
     ),
     "spaces-of-agent": ("ValueError: Action spaces do not match: Discrete(4) != Discrete(6)",),
     "missing-entry": (
@@ -148,6 +157,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "KeyError: 'dims'",
         "KeyError: 'policy_class'",
         'KeyError: "network_weights"',
+        "KeyError: 'rvc_model'",
+        "KeyError: 'class_name'",
+        "KeyError: 'policy_kwargs'",
     ),
     "bytes-keys": ("TypeError: endswith first arg must be bytes or a tuple of bytes, not str",),
     "deepcopy-of-normed": (
@@ -310,6 +322,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: 'dict' object has no attribute 'cuda'",
         "AttributeError: 'collections.OrderedDict' object has no attribute 'state_dict'",
         "TypeError: 'collections.OrderedDict' object is not callable",
+        "AttributeError: 'collections.OrderedDict' object has no attribute 'training'",
     ),
     "load-report-above": ("RuntimeError: You set `ignore_mismatched_sizes` to `False`, thus raising an error.",),
     "does-not-fit-diffusers": (
@@ -333,6 +346,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "'IterableSimpleNamespace' object has no attribute '__setstate__'. This may be caused by a modified or out"
         " of date"
         " ultralytics 'default.yaml' file.",
+        "omegaconf.errors.ConfigAttributeError: Missing key target\n    full_key: target",
     ),
     "no-lora-keys": (
         "AssertionError: weights shape mismatch merging v1 and v2, different dims? / 重みのサイズが合いません",
@@ -352,6 +366,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: Missing lora_B weight for transformer.q",
         "ValueError: Incompatible keys detected: lora_unet_x.alpha",
         "ValueError: The state_dict at hand has these keys which couldn't be parsed: ['a.lora_A.weight']",
+        "ValueError: Can not map tensor 'model.layers.0.self_attn.q_proj.lora_A.weight'",
+        "Exception: Unexpected tensor name: model.layers.0.self_attn.q_proj.lora_A.weight.",
+        "ValueError: While loading /loras/a, expected target modules in ['qkv_proj', 'o_proj'] but received"
+        " ['embed_tokens'].",
     ),
     "copying-failed": (),
     "not-an-optimizer": (),
@@ -365,6 +383,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "KeyError: 'epoch'",
         "KeyError: 'Trying to restore training state but checkpoint contains only the model. This is prob"
         "ably due to `ModelCheckpoint.save_weights_only` being set to `True`.'",
+        "AssertionError: last.pt training to 100 epochs is finished, nothing to resume.",
     ),
     "quantised-weights": (
         "RuntimeError: self and mat2 must have the same dtype, but got Half and Byte",
@@ -526,6 +545,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: The path 'ckpt' does not point to a valid checkpoint. Make sure the path points to e"
         "ither a directory with FSDP checkpoint shards, or a single file with a full checkpoint.",
         "[WARNING] Client provided checkpoint load path: ckpt does not exist ... skip checkpoint load",
+        "FileNotFoundError: checkpoints/faster_rcnn.pth can not be found.",
+        "FileNotFoundError: File not found: models/7B/model.pth",
+        "Value not in list: ckpt_name: 'flux1-dev-fp8.safetensors' not in ['wan_2.1_vae.safetensors']",
+        "HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': './out/checkpoint-10'.",
     ),
     "no-such-folder": (
         "RuntimeError: [enforce fail at inline_container.cc:747] . open file failed with strerror: No such"
@@ -543,7 +566,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "not-seekable": ("ModuleAttributeError: 'LitNet' object has no attribute 'seek'",),
     "opened-as-text": ("UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80 in position 64: invalid start byte",),
-    "wrong-hash": (),
+    "wrong-hash": (
+        "RuntimeError: Model has been downloaded but the SHA256 checksum does not not match. Please retry loading"
+        " the model.",
+    ),
     "no-permission": (
         "IsADirectoryError: [Errno 21] Is a directory: 'checkpoints'",
         "OSError: [Errno 30] Read-only file system: '/kaggle/input/model.pth'",
@@ -565,8 +591,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "no-mmap-here": ("RuntimeError: unable to mmap 1024 bytes from file <model.safetensors>: No such device (19)",),
     "mmap-of-old-file": ("ValueError: f must be a file path in order to use the mmap argument",),
     "old-numpy": (
-        "ValueError: numpy.dtype size changed, may indicate binary incompatibility."
-        " Expected 96 from C header, got 88 from PyObject",
         "ModuleNotFoundError: No module named 'numpy.core.multiarray'",
         "ModuleNotFoundError: No module named 'numpy._core.multiarray'; 'numpy._core' is not a package",
     ),
@@ -626,7 +650,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " Possibly due to an overwrite of an old checkpoint.",
         "ValueError: zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero checkpoint",
         "FileNotFoundError: can't find *_optim_states.pt files in directory 'x'",
-        "ValueError: Unable to find 'latest' file at /out/latest",
         "FileNotFoundError: The provided path is not a valid DeepSpeed checkpoint: x",
         "The directory x is not a DeepSpeed checkpoint",
         "_pickle.UnpicklingError: Weights only load failed. ``torch.distributed.tensor`` must be imported to"
@@ -645,8 +668,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "CheckpointingException: Global shape mismatch for loaded (torch.Size([8, 4]))"
         " and expected ((4, 4)) tensor for key decoder.layers.mlp.linear_fc1.weight",
         "tensor_model_parallel_size value from checkpoint (2) is not equal to the input argument value (1).",
-        "Unable to find latest file at out/latest, if trying to load latest checkpoint please ensure this file"
-        " exists or pass an explicit checkpoint tag when loading a checkpoint.",
         "FileNotFoundError: Config file ckpt/actor/fsdp_config.json does not exist.",
         "AssertionError: Unsupported mesh_dim_names ('fsdp', 'tp')",
         "NotImplementedError: FSDP + TP is not supported yet",
@@ -698,6 +719,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed"
         " a driver",
         "RuntimeError: CUDA error: invalid device ordinal",
+        "AssertionError: Invalid device id",
     ),
     "old-driver": (
         "RuntimeError: cuda runtime error (35) : CUDA driver version is insufficient for CUDA runtime version"
@@ -728,6 +750,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: Expected object of type torch.FloatTensor but found type torch.cuda.FloatTensor for argument"
         " #2 'weight'",
         "RuntimeError: Placeholder storage has not been allocated on MPS device!",
+        "RuntimeError: Input, output and indices must be on the current device",
+        "RuntimeError: Tensors of the same index must be on the same device and the same dtype except `step` tensors",
     ),
     "data-parallel-device": (
         "RuntimeError: all tensors must be on devices[0]",
@@ -774,6 +798,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " #2 'weight'",
         "TypeError: expected Float tensor (got Double tensor)",
         "RuntimeError: expected m1 and m2 to have the same dtype, but got: double != float",
+        "ValueError: FlatParameter requires uniform dtype but got torch.bfloat16 and torch.float32",
     ),
     "half-on-cpu": (
         "RuntimeError: \"addmm_impl_cpu_\" not implemented for 'Half'",
@@ -883,6 +908,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: mat1 dim 1 must match mat2 dim 0",
         "RuntimeError: size mismatch, m1: [1 x 2048], m2: [512 x 10] at /pytorch/aten/src/TH/generic/THTensorMath.cp"
         "p:752",
+        "RuntimeError: Given normalized_shape=[768], expected input with shape [*, 768], but got input of size[1,"
+        " 197, 1024]",
+        "RuntimeError: running_mean should contain 64 elements not 128",
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x2048 and 1024x10)",
     ),
     "index-out-of-range": (
         "RuntimeError: index out of range at /pytorch/aten/src/TH/generic/THTensorEvenMoreMath.cpp:193",
@@ -907,6 +936,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "Epoch: [3][120/5005] Loss: nan (nan) Acc@1 0.10",
         "RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.",
         "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0",
+        "NansException: A tensor with all NaNs was produced in VAE. This could be because there's not enough precision",
     ),
     "capturable": (),
     "older-pickle-protocol": (
@@ -924,6 +954,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: PyTorch is not linked with support for mps devices",
         "RuntimeError: Could not run 'aten::empty_strided' with arguments from the 'CUDA' backend. This"
         " could be because the operator doesn't exist for this backend",
+        "NotImplementedError: The operator 'aten::_upsample_bicubic2d_aa.out' is not currently implemented for"
+        " the MPS device.",
     ),
     "quantised-and-not": (
         "NotImplementedError: Could not run 'aten::thnn_conv2d' with arguments from the 'QuantizedCPU' backend.",
@@ -981,16 +1013,22 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "no-answer": ("no answer within 0.5 s",),
     "quantized-twice": ("ValueError: Blockwise quantization only supports 16/32-bit floats, but got torch.uint8",),
-    "unknown-quantization": ("ValueError: GGUF model with architecture qwen3moe is not supported yet.",),
+    "unknown-quantization": (
+        "ValueError: GGUF model with architecture qwen3moe is not supported yet.",
+        "KeyError: 'mxfp8'",
+    ),
     "model-of-another-type": (),
     "other-root-in-archive": ("KeyError: \"There is no item named 'consolidated.00/data.pkl' in the archive\"",),
-    "distributed-checkpoint-of-ranks": (),
+    "distributed-checkpoint-of-ranks": (
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAILED",
+    ),
     "image-size-of-model": (
         "AssertionError: Input height (224) doesn't match model (384).",
         "AssertionError: Input image height (224) doesn't match model (518).",
         "AssertionError: Wrong image height! Expected 224 but got 518!",
         "AssertionError: Input height (225) should be divisible by patch size (14).",
         "AssertionError: Input image height 512 is not a multiple of patch height 14",
+        "AssertionError: Height (224) doesn't match model (384).",
     ),
     "input-size": ("RuntimeError: Sizes of tensors must match except in dimension 1. Got 57 and 56 in dimension 2",),
     "ties-disagree": (
@@ -1012,6 +1050,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: The provided checkpoint does not seem to contain a valid CLIP model.",
         "ValueError: load_jax did not find a supported JAX/Flax parameter layout in model.npz. Native PyTorch and"
         " safetensors weights must use the factory/checkpoint loader.",
+        "Warning, This is not a checkpoint file, trying to load it as a diffusion model only.",
+        "ValueError: Unexpected architecture type in GGUF file: 'llama'",
     ),
     "untrained-model": (),
     "quick-gelu": (),
@@ -1058,5 +1098,77 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "clip-without-projection": (),
     "tensorflow-conversion": (),
     "merger-of-ranks": (),
+    "code-of-python-2": ("AttributeError: 'collections.OrderedDict' object has no attribute 'iteritems'",),
+    "other-release-of-library": (
+        "AttributeError: 'NoneType' object has no attribute 'missing_keys'",
+        "ImportError: cannot import name 'LossKwargs' from 'transformers.utils'"
+        " (/site-packages/transformers/utils/__init__.py)",
+        "ValueError: Tokenizer class LlamaTokenizer does not exist or is not currently imported.",
+        "AttributeError: 'Qwen2Config' object has no attribute 'rope_theta'",
+        "ValueError: `rope_scaling` must be a dictionary with two fields, `type` and `factor`, got {'factor':"
+        " 8.0, 'rope_type': 'llama3'}",
+        "TypeError: PeftAdapterMixin.load_adapter() got an unexpected keyword argument 'is_trainable'",
+        "AttributeError: 'UNet2DConditionModel' object has no attribute 'peft_config'",
+    ),
+    "download-refused": (
+        "OSError: You are trying to access a gated repo. Make sure to have access to it at"
+        " https://huggingface.co/meta-llama/Llama-2-7b-hf.",
+        "urllib.error.HTTPError: HTTP Error 403: Forbidden",
+        "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the file on the"
+        " Hub and we cannot find the requested files in the local cache.",
+        "gdown.exceptions.FileURLRetrievalError: Failed to retrieve file url: Cannot retrieve the public link of"
+        " the file.",
+    ),
+    "latent-channels": (
+        "RuntimeError: Given groups=1, weight of size [320, 9, 3, 3], expected input[2, 4, 64, 64] to have 9"
+        " channels, but got 4 channels instead",
+    ),
+    "width-of-text-encoder": ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (77x768 and 2048x640)",),
+    "view-of-other-size": (),
+    "dimensions-of-weight": (
+        "b, c, h, w = x.shape\n    ^^^^^^^^^^\nValueError: not enough values to unpack (expected 4, got 3)",
+    ),
+    "parameter-of-ranks": (
+        "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated yet.",
+        "RuntimeError: weight should have at least three dimensions",
+        "AssertionError: module.embed_tokens.weight has already been partitioned",
+    ),
+    "no-latest-file": ("ValueError: Unable to find 'latest' file at /out/latest",),
+    "refused-as-malicious": ("Exception: Error verifying pickled file from C:\\sd\\models\\a.ckpt",),
+    "old-whole-optimizer": ("AttributeError: 'LambdaLR' object has no attribute '_last_lr'",),
+    "none-in-state-dict": (),
+    "call-of-load-state-dict": (
+        "TypeError: load() got an unexpected keyword argument 'strict'",
+        "TypeError: Module.load_state_dict() got an unexpected keyword argument 'map_location'",
+        "TypeError: 'strict' is an invalid keyword argument for Unpickler()",
+    ),
+    "assigned-parameter": (),
+    "path-is-none": ("AttributeError: 'NoneType' object has no attribute 'endswith'",),
+    "merge-into-quantised": ("ValueError: Cannot merge adapters when the model is gptq quantized",),
+    "uncalibrated-expert": ("KeyError: 'mlp.experts.17.down_proj'",),
+    "layers-on-disk": (
+        "ValueError: The current `device_map` had weights offloaded to the disk.",
+        "ValueError: At least one of the model submodule will be offloaded to disk, please pass along an"
+        " `offload_folder`.",
+        "ValueError: Found modules on cpu/disk. Using Exllama or Exllamav2 backend requires all the modules to be"
+        " on GPU.",
+    ),
+    "suffix-of-file": (
+        "TypeError: model='yolov8n.pth' should be a *.pt PyTorch model to run this method, but is a different format.",
+    ),
+    "tokenizer-of-other-release": (
+        "OSError: Can't load tokenizer for './out'.",
+        "NotImplementedError: BPE pre-tokenizer was not recognized - update get_vocab_base_pre()",
+        "FileNotFoundError: File not found: models/7B/tokenizer.model",
+    ),
+    "no-quantised-engine": (),
+    "extension-of-other-numpy": (
+        "ImportError: numpy.core.multiarray failed to import",
+        "RuntimeError: Numpy is not available",
+        "A module that was compiled using NumPy 1.x cannot be run in NumPy 2.1.0 as it may crash.",
+    ),
+    "model-file-of-torchserve": (),
+    "pickle-over-4-gb": (),
+    "path-not-model": ("AttributeError: 'str' object has no attribute 'eval'",),
 }
 """More wordings of each record than its own example, by the record's name."""

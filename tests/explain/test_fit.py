@@ -266,3 +266,22 @@ def test_a_shortened_list_of_keys_says_nothing_about_the_missing_ones():
     assert "Every key of the model is in the file" not in advice(
         text(unexpected=["head.weight"]).rstrip(". ") + ", ..."
     )
+
+
+LORA = ["base_model.model.q_proj.lora_A.weight", "base_model.model.q_proj.lora_B.weight"]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (text(under(), LORA), "holds an adapter (2 keys)"),
+        (text(["q_proj.base_layer.weight", "q_proj.lora_A.default.weight"], LORA), "holds an adapter (2 keys)"),
+        (text(["q_proj.base_layer.weight", "q_proj.lora_A.default.weight"], ["q_proj.weight"]), "the file has none"),
+        (text(["q_proj.lora_A.default.weight"]), "the file has none"),
+        (text(under(), ["explora_tion.weight"]), "5 keys that the file does not have"),
+        (text(["q_proj.lora_A.default.weight"], LORA[:1]), "1 key that the model has no place for"),
+        (text(["base.weight"], ["other.weight", *LORA]), "3 keys that the model has no place for"),
+    ],
+)
+def test_an_adapter_on_one_side(message: str, words: str):
+    assert words in causes(message)
