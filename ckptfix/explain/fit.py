@@ -74,26 +74,24 @@ def _adapter(mismatch: Mismatch) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]
         return None
     if stored and len(stored) == len(mismatch.unexpected):
         said = f"The file holds an adapter ({counted(len(stored), 'key')}), and not the weights that it changes."
-        advice = (
+        return ((said, tuple(stored)),), (
             Advice("merges it into its base", "ckptfix repair BASE --adapter {FILE} -o merged.safetensors"),
             Advice(
                 "loads it into the base model as it is", code="model = PeftModel.from_pretrained(base_model, folder)"
             ),
             Advice("strict=False does not help: it loads nothing of the base, and leaves the model random."),
         )
-        return ((said, tuple(stored)),), advice
     if wanted and not stored:
         said = (
             "The model has adapter layers (peft adds lora_… and renames weights to base_layer), and the file has none."
         )
-        advice = (
+        return ((said, tuple(wanted)),), (
             Advice(
                 "loads the weights before the adapter is added",
                 code="model.load_state_dict(state_dict); model = get_peft_model(model, config)",
             ),
             Advice("compares the file with your model without its adapter", "ckptfix check {FILE} --model {MODEL}"),
         )
-        return ((said, tuple(wanted)),), advice
     return None
 
 
