@@ -32,7 +32,7 @@ from ckptfix.errors import HostileError, UnreadableError, WeightlessError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
 from ckptfix.reading.folders.rank_shards import COMMON, OPTIMIZERS, may_be_rank
-from ckptfix.reading.folders.ranks.names import RANK_NAMES, RankNames
+from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART, RANK_NAMES, RankNames
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
 from ckptfix.reading.opening import MODELS, OF_TRAINERS
 from ckptfix.reading.torch_files.torch_legacy import MAGIC
@@ -229,7 +229,7 @@ class Files:
 
 def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
     """Yield the folders whose files form one checkpoint, by their names: torch.distributed.checkpoint, unpacked torch
-    files, and the shards of ranks."""
+    files, saves of nanotron, and the shards of ranks."""
     ranks = _ranks(place, files)
     chunks = {folder: found for folder in sorted(files.folders) if (found := _distributed(place, folder, files))}
     for optimizer in [folder for folder in chunks if _last(folder).startswith(OPTIMIZERS)]:
@@ -240,7 +240,12 @@ def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
         if len(models) == 1 and not files.named(above, _MODELS):
             chunks[above] = chunks.pop(models[0]) + chunks.pop(optimizer)
     for folder in sorted({*files.folders, *ranks, *chunks}):
-        if parts := chunks.get(folder) or _unpacked(place, folder, files) or ranks.get(folder):
+        if (
+            parts := chunks.get(folder)
+            or _unpacked(place, folder, files)
+            or ranks.get(folder)
+            or _nanotron(folder, files)
+        ):
             yield _group(folder or ROOT, parts)
 
 
@@ -280,6 +285,17 @@ def _ranks(place: Place, files: Files) -> dict[str, list[Entry]]:
             own = [entry for entries in held.values() for _, entry in entries]
             found[folder] = list(dict.fromkeys(own + others))
     return found
+
+
+def _nanotron(folder: str, files: Files) -> list[Entry]:
+    """Return the files of a save of nanotron: the folders of weights and optimizer, and their metadata."""
+    described = files.own.get(posixpath.join(folder, NANOTRON_METADATA))
+    weights = [
+        entry
+        for entry in files.below(posixpath.join(folder, NANOTRON_MODEL))
+        if NANOTRON_PART.fullmatch(_last(entry.name))
+    ]
+    return [described, *weights, *files.below(posixpath.join(folder, "optimizer"))] if described and weights else []
 
 
 def _unpacked(place: Place, folder: str, files: Files) -> list[Entry]:

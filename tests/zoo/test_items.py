@@ -421,6 +421,18 @@ def test_files_that_are_only_numbered_by_rank_are_not_one(tmp_path: Path):
     assert set(kinds(place).values()) == {FILE}
 
 
+@pytest.mark.parametrize("step", ["", "10/"])
+def test_a_save_of_nanotron_is_one_item(tmp_path: Path, step: str):
+    ranks = [f"weight_pp-rank-0-of-1_tp-rank-{rank}-of-2.safetensors" for rank in (0, 1)]
+    names = [f"{kind}/a/b/{kind}_{rank}" for kind in ("model", "optimizer") for rank in ranks]
+    names += ["model/a/norm/model_weight.safetensors", "optimizer/optimizer_pp-0-of-1_tp-1-of-2.pt"]
+    save = {f"{step}{name}": weights() for name in names} | {f"{step}checkpoint_metadata.json": b"{}"}
+    place = fill(tmp_path, {**save, f"{step}config.yaml": b"a: 1", "other/model/a.safetensors": weights()})
+    folder = the_folder(place)
+    assert (folder.name, sorted(parts(folder))) == (step.rstrip("/") or ".", sorted(save))
+    assert {name for name, kind in kinds(place).items() if kind is FILE} == {"other/model/a.safetensors"}
+
+
 def test_the_shards_of_llama_are_one_item(tmp_path: Path):
     place = fill(tmp_path, {"consolidated.00.pth": weights(), "consolidated.01.pth": weights(), "params.json": b"{}"})
     assert len(the_folder(place).parts) == 3

@@ -16,7 +16,7 @@ from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
-from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
+from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
 from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, OPTIMIZERS, TORCH_DIST
 from ckptfix.reading.folders.ranks import (
     fairscale,
@@ -24,6 +24,7 @@ from ckptfix.reading.folders.ranks import (
     fsdp,
     llama,
     megatron,
+    nanotron,
     pipeline,
     universal,
     zero,
@@ -38,17 +39,17 @@ from ckptfix.reading.weights.document import Document
 
 # All folder formats, in the order in which they are tried: modules with `NAME`, `looks_like(folder)` and
 # `read_folder(folder)`.
-FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded)
+FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded, offloaded)
 
 # All frameworks whose ranks are merged, in the order in which they are tried: modules with
 # `find(folder)`: the folder with files named like ranks, this one or one below it; None if there is none;
 # `folder_of(file)`: the same for a file that is named like one of several ranks;
 # `document(files)`: the merged document; None if the files turn out to be something else.
 # The names of their files are in `ranks/names.py`.
-FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, fairseq2, fsdp)
+FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, nanotron, fairseq2, fsdp)
 
 # Text files that name the latest save in their folder. `may_be_rank` is true for them.
-_POINTERS = frozenset((zero.LATEST, universal.LATEST, megatron.LATEST))
+_POINTERS = frozenset((zero.LATEST, universal.LATEST, megatron.LATEST, nanotron.LATEST))
 
 # Formats of folders that only training frameworks load.
 OF_TRAINING = frozenset(form.NAME for form in (*FRAMEWORKS, fairscale, dcp, dcp_safetensors))

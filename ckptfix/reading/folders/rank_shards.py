@@ -24,12 +24,13 @@ from ckptfix.core.spec import TensorSpec
 SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 
 FSDP = "fsdp"  # the format of merged ranks of FSDP
+NANOTRON = "nanotron"
 
 # Names of rank files with plain tensors, the programs that write them, and text in the config.json beside them.
 _PLAIN_PARTS = (
     (r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors", "vLLM", ""),
     (r"rank(\d{1,5})\.safetensors", "TensorRT-LLM", '"tp_size"'),
-    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\S*\.safetensors", "nanotron", ""),
+    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\S*\.safetensors", NANOTRON, ""),
     (r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt", "metaseq", ""),
     (r"model_[tw]p(\d{1,5}(?:_wp\d{1,5})?_pp\d{1,5}(?:_dp\d{1,5})?)\.pt", "InternEvo", ""),
 )
@@ -121,6 +122,8 @@ def named_part(path: Path) -> RankShard | None:
             numbers = {found[1] for other in path.parent.iterdir() if (found := re.fullmatch(pattern, other.name))}
             if says in small_text(path.with_name("config.json")) and any(number.strip("0_wpd") for number in numbers):
                 remedy = f"load it with {maker} on as many GPUs, or name the weights that it was made from"
+                if maker == NANOTRON:
+                    remedy = "name the folder of the save, which has checkpoint_metadata.json"
                 return RankShard(_PART.format(maker), remedy)
     return None
 

@@ -15,6 +15,11 @@ MEGATRON_RANK = re.compile(r"[mt]p_rank_(\d{2,7})(?:_(?:pp_rank_)?(\d{3,7}))?(?:
 NEMO = "model_weights.ckpt"
 LLAMA_SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth?")
 LLAMA_PARAMS = "params.json"
+NANOTRON_METADATA, NANOTRON_MODEL = "checkpoint_metadata.json", "model"
+NANOTRON_PART = re.compile(
+    r"model_(?P<leaf>.+?)(?:_pp-rank-\d{1,7}-of-\d{1,7}_tp-rank-(?P<rank>\d{1,7})-of-(?P<ranks>\d{1,7})"
+    r"(?:_exp-rank-(?P<group>\d{1,7})-of-(?P<groups>\d{1,7}))?)?\.safetensors"
+)
 FAIRSEQ2_RANK = re.compile(r"sdp_(\d{2,7})\.pt")
 # Files with a rank's number in their names: those of FSDP, and many others.
 NUMBERED = re.compile(

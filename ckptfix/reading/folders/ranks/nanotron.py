@@ -1,0 +1,124 @@
+"""nanotron: a file for each parameter and tensor-parallel rank, in folders named after modules.
+
+``model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors`` has a part as
+``data``. Its ``__metadata__`` has the shape of the whole, and pairs of slices of the part and of the whole. The names
+are those of the whole model, whatever the pipeline. A tied parameter is saved once.
+
+Sources: ``nanotron/serialize/weights.py``, ``serialize/metadata.py``, ``parallel/parameters.py`` (0.4)."""
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.finding import counted
+from ckptfix.core.parts import Box, numel
+from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.errors import damaged
+from ckptfix.reading.boxes import boxed
+from ckptfix.reading.folders.chunks import agree, gone, merge_parts
+from ckptfix.reading.folders.rank_shards import NANOTRON
+from ckptfix.reading.folders.ranks.files import RankFiles, add_rank, tagged
+from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART
+from ckptfix.reading.weights.document import Document
+
+NAME = NANOTRON
+
+LATEST = "latest.txt"
+_NUMBER = re.compile(r"(\d+)")
+_SIZE = re.compile(r"(?:np\.int\d+\()?(\d+)")
+_OF_TENSORS, _OF_EXPERTS = re.compile(r"(?<=tp-rank-)\d+"), re.compile(r"tp-rank-\d+-of-\d+_exp-rank-\d+-of-\d+")
+_SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
+
+
+def find(folder: Path) -> Path | None:
+    """Return the folder of a save: this one, or that of the step in ``latest.txt``; None if there is none."""
+    return tagged(
+        folder, LATEST, lambda place: (place / NANOTRON_METADATA).is_file() and (place / NANOTRON_MODEL).is_dir()
+    )
+
+
+def folder_of(file: Path) -> Path | None:
+    """Return the folder of the save if the file is that of a parameter and rank; None otherwise."""
+    if (match := NANOTRON_PART.fullmatch(file.name)) is None or match["rank"] is None:
+        return None
+    above = (place for place in file.parents if place.name == NANOTRON_MODEL)
+    return next((place.parent for place in above if (place.parent / NANOTRON_METADATA).is_file()), None)
+
+
+def document(files: RankFiles) -> Document:
+    """Return the document of a save: a flat state_dict with the names of the modules."""
+    found: dict[str, dict[int, Path]] = {}
+    counts: dict[str, int] = {}
+    paths = [path for path in (files.folder / NANOTRON_MODEL).rglob("model_*.safetensors") if path.is_file()]
+    for path in sorted(paths, key=lambda path: [_natural(part) for part in path.parts]):
+        if (match := NANOTRON_PART.fullmatch(path.name)) is not None:
+            name = ".".join((*path.relative_to(files.folder / NANOTRON_MODEL).parts[:-1], match["leaf"]))
+            ranks = int(match["ranks"] or 1)
+            add_rank(found.setdefault(name, {}), int(match["group"] or 0) * ranks + int(match["rank"] or 0), path)
+            counts[name] = ranks * int(match["groups"] or 1)
+    lacking = {name: counts[name] - len(held) for name, held in found.items() if len(held) < counts[name]}
+    if lacking:
+        name = max(lacking, key=lambda name: lacking[name])
+        path = next(iter(found[name].values()))
+        files.note_missing(counts[name], found[name], _OF_TENSORS.sub("{}", _OF_EXPERTS.sub("part-{}", path.name)))
+    wholes = {name: _whole(files, name, held, name in lacking) for name, held in found.items()}
+    weights = OrderedDict((name, spec) for name, spec in wholes.items() if spec is not None)
+    if not weights:
+        raise damaged(files.folder, clauses(files.damage) or "has no weights")
+    if (files.folder / "optimizer").is_dir():
+        files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+    return files.document(NAME, weights, f"nanotron, {counted(max(counts.values()), 'tensor-parallel rank')}")
+
+
+def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -> TensorSpec | None:
+    """Merge a parameter from the files of its parts; None if none of them can be read."""
+    copies: dict[Box, list[TensorSpec]] = {}
+    shape: tuple[int, ...] = ()
+    part: Any = None
+    for file in held.values():
+        if (opened := files.opened(file)) is None:
+            lacks = True
+            continue
+        part = opened.root["data"]
+        notes = {fact.place: fact.data["text"] for fact in opened.remarks if fact.kind is Kind.NOTE}
+        if _SLICES not in notes and len(held) == 1 and not lacks:
+            return _tensor(part)
+        shape = tuple(map(int, _SIZE.findall(notes[_SHAPE])))
+        for pair in notes[_SLICES].split(";"):
+            own, of_whole = pair.split("#")
+            spec = _tensor(part)
+            copies.setdefault(_box(of_whole, shape), []).append(boxed(spec, _box(own, spec.shape)))
+    if part is None:
+        return None
+    whole = TensorSpec(part.dtype, shape, contiguous_strides(shape))
+    if lacks and sum(map(numel, copies)) < math.prod(shape):
+        return gone(name, whole, str(files.folder))
+    if not all(agree(same, str(files.folder)) for same in copies.values()):
+        files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
+    return merge_parts(name, whole.dtype, shape, copies, str(files.folder))
+
+
+def _tensor(part: Any) -> TensorSpec:
+    if not isinstance(part, TensorSpec):
+        raise ValueError("there is no tensor in place of data")
+    return part
+
+
+def _box(text: str, shape: Sequence[int]) -> Box:
+    """Return the box of slices such as ``0,10,None|None,None,None``."""
+    made = []
+    for size, one in zip(shape, text.split("|"), strict=True):
+        start, stop, step = (None if word == "None" else int(word) for word in one.split(","))
+        begin, end, jump = slice(start, stop, step).indices(size)
+        if jump != 1 or (stop is not None and stop > size):
+            raise ValueError(f"the slice {one} of {size} elements")
+        made.append((begin, max(end, begin)))
+    return tuple(made)
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in _NUMBER.split(text)]
