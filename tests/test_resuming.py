@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import ckptfix
+from ckptfix.core.finding import Applicability
 from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.errors import TargetError, UsageError
 from tests.checks import bytes_of
@@ -417,9 +418,7 @@ def test_a_training_continues(tmp_path, saved, make, edit):
 SIZES = [(2, 3), (3, 2), (2, 2), (2,), (3,)]
 
 
-def random_edits(
-    draw: random.Random, old: dict[str, Shapes], *, may_move: bool
-) -> tuple[list[str], Any, dict[str, Any]]:
+def random_edits(draw: random.Random, old: dict[str, Shapes], may_move: bool) -> tuple[list[str], Any, dict[str, Any]]:
     """Return the modules of the result in order, the parameters that they are made of, and the settings of a repair.
 
     ``made`` describes each module of the result by name: its shapes, and how its tensors follow from the old ones."""
@@ -476,6 +475,13 @@ FOLLOWS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
 Named = list[tuple[str, nn.Parameter]]
 
 
+def by_part_in_reverse(parameters: Named) -> Named:
+    parts: dict[str, Named] = {}
+    for name, one in parameters:
+        parts.setdefault(name.partition(".")[0], []).append((name, one))
+    return list(itertools.chain.from_iterable(reversed(parts.values())))
+
+
 def numbers_of(name: str) -> list[Any]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
@@ -484,6 +490,11 @@ ORDERS: dict[str, Callable[[Named], Named]] = {
     "of the model": list,
     "by name": lambda parameters: sorted(parameters, key=lambda pair: pair[0]),
     "by name and number": lambda parameters: sorted(parameters, key=lambda pair: numbers_of(pair[0])),
+}
+RARE_ORDERS: dict[str, Callable[[Named], Named]] = {
+    "in reverse": lambda parameters: parameters[::-1],
+    "parts in reverse": by_part_in_reverse,
+    "biases last": lambda parameters: sorted(parameters, key=lambda pair: pair[0].endswith("bias")),
 }
 GROUPS: dict[str, Callable[[str, torch.Tensor], Any]] = {
     "one group": lambda name, one: 0,
@@ -510,7 +521,9 @@ def scripts(orders: Mapping[str, Callable[[Named], Named]]) -> dict[str, Saved]:
     return {f"{name}, {what}": by_script(order, label) for (name, order), (what, label) in pairs}
 
 
-def follow_at_random(folder: Path, draw: random.Random, ways: Mapping[str, Saved]) -> tuple[str, ckptfix.Report]:
+def follow_at_random(
+    folder: Path, draw: random.Random, ways: Mapping[str, Saved], may_move: bool = True
+) -> tuple[str, ckptfix.Report]:
     """Make a run, edit it and load the result; each element of a moment shows where it came from."""
     names = [draw.choice(("ln", "fc", "layers.", "norm", "head")) + str(n) for n in range(draw.randint(2, 6))]
     old: dict[str, Shapes] = {}
@@ -518,7 +531,7 @@ def follow_at_random(folder: Path, draw: random.Random, ways: Mapping[str, Saved
         shape = draw.choice(SIZES[3:] if name[:2] in ("ln", "no") else SIZES)
         old[name] = {"weight": shape, **({"bias": shape[:1]} if draw.random() < 0.6 else {})}
     way = draw.choice(list(ways))
-    order, made, asked = random_edits(draw, old, may_move="safetensors" not in way)
+    order, made, asked = random_edits(draw, old, may_move and "safetensors" not in way)
     model = built({f"{name}.{leaf}": shape for name in names for leaf, shape in old[name].items()})
     wanted = {f"{name}.{leaf}": shape for name in order for leaf, shape in made[name][0].items()}
     resumed = built(wanted)
@@ -575,8 +588,9 @@ def sizes(state: Mapping[str, Any]) -> list[int]:
     return [len(group["params"]) for group in state["param_groups"]]
 
 
-def random_runs(folder: Path, ways: Mapping[str, Saved]) -> Counter[str]:
-    """Count the outcomes of random runs of these scripts."""
+def random_runs(folder: Path, ways: Mapping[str, Saved], may_move: bool = True) -> Counter[str]:
+    """Count the outcomes of random runs of these scripts. One that gives a moment to a wrong parameter fails, unless
+    the finding asks for an unsafe fix and names an order, of few scripts, that would fit as well."""
     outcomes: Counter[str] = Counter()
 
     @settings(max_examples=10_000 if IS_THOROUGH else 150, deadline=None, database=None, derandomize=True)
@@ -585,7 +599,13 @@ def random_runs(folder: Path, ways: Mapping[str, Saved]) -> Counter[str]:
         made = folder / "run"
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir()
-        outcomes[follow_at_random(made, random.Random(seed), ways)[0]] += 1
+        outcome, report = follow_at_random(made, random.Random(seed), ways, may_move)
+        if outcome == "wrong":
+            (finding,) = (finding for finding in report.applied if finding.code == "OPT101")
+            assert finding.fix is not None
+            assert finding.fix.applicability is Applicability.UNSAFE
+            assert finding.evidence["would fit as well"][0] in finding.message
+        outcomes[outcome] += 1
 
     run()
     return outcomes
@@ -596,6 +616,12 @@ def test_no_moment_gets_under_a_wrong_name(tmp_path, ways):
     outcomes = random_runs(tmp_path, ways)
     assert not outcomes["wrong"]
     assert outcomes["followed"] > outcomes["refused"] > 0, outcomes
+
+
+def test_an_order_of_few_scripts_is_named_where_it_fits_as_well(tmp_path):
+    """In another order of the model it may be that which the model has now."""
+    outcomes = random_runs(tmp_path, scripts(RARE_ORDERS), may_move=False)
+    assert min(outcomes["followed"], outcomes["refused"], outcomes["wrong"]) > 0, outcomes
 
 
 # A live optimizer gets its state from a file

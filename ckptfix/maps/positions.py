@@ -74,12 +74,12 @@ def named_by_itself(optimizer: Optimizer, keys: Mapping[str, TensorSpec]) -> lis
 
 
 def namings(
-    optimizer: Optimizer, layout: Layout, new: Layout | None = None, of_trainers: bool = False
+    optimizer: Optimizer, layout: Layout, new: Layout | None = None, of_trainers: bool = False, is_rare: bool = False
 ) -> Iterator[Naming]:
     """Yield a naming for each recipe under which the optimizer has exactly the parameters of the layout.
 
     Custom recipes that agree, also on the groups of ``new`` parameters, are yielded once, and not at all with
-    ``of_trainers`` or if a trainer has signed the groups."""
+    ``of_trainers`` or if a trainer has signed the groups. ``is_rare`` yields only the recipes with rare orders."""
     sizes = optimizer.sizes
     if sum(sizes) != len(layout.shapes):
         return
@@ -106,11 +106,12 @@ def namings(
 
     found = list(chain.from_iterable(named(recipe) for recipe in RECIPES if is_mixed or not recipe.is_mixed))
     signed = [naming for _, naming in found if naming.recipe is not None and naming.recipe.signs(optimizer)]
-    yield from signed or (naming for _, naming in found)
+    if not is_rare:
+        yield from signed or (naming for _, naming in found)
     if signed or of_trainers or not moments:
         return  # without moments, nothing confirms custom groups
     outcomes = [outcome for outcome, _ in found]
-    for recipe in own_recipes(layout, optimizer, new):
+    for recipe in own_recipes(layout, optimizer, new, is_rare):
         for outcome, naming in named(recipe):
             if outcome not in outcomes:
                 outcomes.append(outcome)

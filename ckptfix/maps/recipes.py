@@ -276,6 +276,10 @@ def _heads_first(keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=lambda key: not re.search(r"head|classif|(^|\.)fc", bare(key)))
 
 
+def _biases_last(keys: Iterable[str]) -> list[str]:
+    return sorted(keys, key=lambda key: bare(key).endswith("bias"))
+
+
 def _from_the_last(part: PartOf, keys: Iterable[str]) -> list[str]:
     places: dict[Hashable, int] = {}
     for key in keys:
@@ -294,30 +298,34 @@ _IN_REVERSE: Mapping[str, Order] = {
     **{f", by {part} in reverse": partial(_from_the_last, of) for part, of in _PARTS.items() if part},
 }
 _IN_GROUPS: Mapping[str, Order] = {**_BY_NAME, ", in reverse": _reverse}
+_RARE: Mapping[str, Order] = {**_IN_REVERSE, **_BY_NAME, ", heads first": _heads_first, ", biases last": _biases_last}
+"""Orders that few scripts use, and that are only tried on request."""
 ORDERS_BY_NAME = (*_BY_NAME.values(), _IN_REVERSE[", by part in reverse"])  # orders that a rename may change
 
 
-def own_recipes(layout: Layout, optimizer: Optimizer, new: Layout | None) -> Iterator[Recipe]:
+def own_recipes(layout: Layout, optimizer: Optimizer, new: Layout | None, is_rare: bool) -> Iterator[Recipe]:
     """Yield custom recipes whose groups have the optimizer's sizes, including a single group. Orders that agree on the
-    layout may differ on the ``new`` one."""
+    layout may differ on the ``new`` one. ``is_rare`` yields the rare orders instead of the usual ones."""
     sizes = optimizer.sizes
     if sum(map(bool, sizes)) == 1:
-        orders = {**_BY_NAME, ", heads first": _heads_first}
-        if by_number(layout.shapes) == list(layout.shapes):
+        orders = dict(_RARE if is_rare else {**_BY_NAME, ", heads first": _heads_first})
+        if not is_rare and by_number(layout.shapes) == list(layout.shapes):
             del orders[", by name"]  # with many equal numbered layers, the model's order is the likely one
         places = tuple(0 if size else (None, place) for place, size in enumerate(sizes))
         for name, within in _differing(layout, new, orders):
             yield replace(PLAIN, name=PLAIN.name + name, within=within, order=places)
         return
     if max(sizes) == 1:
-        for name, within in _differing(layout, new, {**_BY_NAME, **_IN_REVERSE}):
+        for name, within in _differing(layout, new, _RARE if is_rare else {**_BY_NAME, **_IN_REVERSE}):
             yield replace(EACH, name=f"a group for each parameter{name}", within=within)
-    yield from own_groups(layout, optimizer, new)
+    yield from own_groups(layout, optimizer, new, _RARE if is_rare else _IN_GROUPS)
 
 
-def own_groups(layout: Layout, optimizer: Optimizer, new: Layout | None = None) -> Iterator[Recipe]:
+def own_groups(
+    layout: Layout, optimizer: Optimizer, new: Layout | None = None, orders: Mapping[str, Order] = _IN_GROUPS
+) -> Iterator[Recipe]:
     """Yield custom recipes whose groups have the optimizer's sizes: by parts, by kinds, or by both. The groups may be
-    in any order, with their parameters in that of the model, by name or in reverse: each combination that fits the
+    in any order, with their parameters in one of ``orders`` or that of the model: each combination that fits the
     shapes is a recipe. Orders that agree on the layout may differ on the ``new`` one."""
     sizes, shapes = sorted(filter(None, optimizer.sizes)), list(layout.shapes.values())
     parts = dict(_PARTS)
@@ -335,7 +343,7 @@ def own_groups(layout: Layout, optimizer: Optimizer, new: Layout | None = None) 
     numbers = {key: number for number, key in enumerate(layout.shapes)}
     lists = [
         (name, within, [numbers[key] for key in (within or list)(layout.shapes)])
-        for name, within in chain([("", None)], _differing(layout, new, _IN_GROUPS))
+        for name, within in chain([("", None)], _differing(layout, new, orders))
     ]
     arranged: dict[Hashable, list[list[int]]] = {}  # cached, because many parts and kinds make the same groups
     few = [[name for name, labels in each.items() if len(set(labels)) <= len(sizes)] for each in (places, kinds)]

@@ -22,6 +22,7 @@ from ckptfix.maps.positions import NAMED, Naming, named_by_itself, stored_names
 from ckptfix.maps.recipes import ORDERS_BY_NAME, Layout, Order, Recipe, number_of
 from ckptfix.rules.origins import Change
 from ckptfix.rules.position_names import (
+    ORDERS,
     OptimizerScope,
     are_listed_anew,
     by_live_groups,
@@ -140,13 +141,26 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     return list(found.values())
 
 
+def rivals(optimizer: Optimizer, change: Change, way: Followed) -> list[str]:
+    """Return the rare orders that fit as well as a way's recipe but give another state; none if names are certain."""
+    if way.naming.is_certain:
+        return []
+    change = tied_as_one(optimizer, change)
+    read = (
+        (naming, follow(optimizer, naming, one, scope))
+        for one in narrow_and_wide(change)
+        for scope, naming in by_recipe(optimizer, one, True)
+    )
+    return list(dict.fromkeys(naming.source for naming, made in read if made is None or made.outcome != way.outcome))
+
+
 def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) -> Followed | None:
     """Follow certain names, by the recipe of their groups if there is one."""
     known = replace(change, is_wide=True).parameters
     scope = OptimizerScope(Layout({}), lambda key: key not in change.frozen, which)
     made: list[Followed | None] = []
     recipes: list[Recipe] = []
-    for order in [list(known)] if change.is_ordered else filter(None, [change.model_order]):
+    for order in [list(known)] if change.is_ordered else change.model_orders[:ORDERS]:
         layout = Layout({key: known[key].shape for key in order if key in known}, change.modules, change.layers)
         for recipe in known_recipes(optimizer, naming, layout):
             recipes.append(recipe)

@@ -29,7 +29,7 @@ Unsafe if the names follow from a recipe, the way in which a trainer orders para
 timm, layer-wise decay, ultralytics, detectron2, DETR, minGPT, Muon for the matrices and Adam for the rest (as two
 optimizers or two groups), or a script of your own that groups them by parts of the model, by kinds of parameters, or by
 both. The sizes of all groups and the shapes of all moments confirm a recipe. For equal shapes, ckptfix assumes the
-order of the model or of names, and not rare ones such as biases last.
+order of the model, and the finding names any rare order (reversed, biases last) that would fit as well.
 
 Nothing is touched if:
 
@@ -67,7 +67,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_in
 from ckptfix.maps.positions import Naming, named_by_itself
-from ckptfix.rules.following import Followed, ways
+from ckptfix.rules.following import Followed, rivals, ways
 from ckptfix.rules.origins import NEW, Change
 from ckptfix.rules.position_names import is_listed_anew, readings, with_owners
 from ckptfix.rules.rule import Context, Rule
@@ -144,7 +144,7 @@ def _out_of_step(
         return
     if not found and not is_moved and not (plan.edits and known):
         has_names = bool(named_by_itself(optimizer, change.before))
-        if not change.touches and not change.is_ordered and (has_names or change.model_order):
+        if not change.touches and not change.is_ordered and (has_names or change.model_orders):
             yield from _in_unknown_order(rule, optimizer, change, has_names)
             return
         if not _is_touched(optimizer, change, plan, found):
@@ -187,14 +187,17 @@ def _stays(
 
 def _brought_in_step(rule: Rule, context: Context, change: Change, way: Followed) -> Finding:
     is_certain = way.naming.is_certain
+    others = rivals(way.optimizer, change, way)
     how = ""
-    if not (is_certain or way.naming.own_shapes):
+    if others:
+        how = f"; it is assumed to be in the order of {way.source}, but {others[0]} would fit as well"
+    elif not (is_certain or way.naming.own_shapes):
         how = f" (0 of {len(way.naming.names)} parameters with a unique shape)"
     return rule.finding(
         Level.ERROR,
         f"{way.optimizer.label} is out of step with the weights: {_what(way)}{how}",
         keys=(*way.anew, *way.added),
-        evidence=_evidence(way),
+        evidence={**_evidence(way), **({"would fit as well": others} if others else {})},
         fix=Fix(way.edits(change.new_order), Applicability.SAFE if is_certain else Applicability.UNSAFE),
         remedies=(IN_STEP, DROP, KEEP),
         is_accepted=context.settings.keep_optimizer,
@@ -209,7 +212,7 @@ def _is_of_result(optimizer: Optimizer, change: Change, context: Context) -> boo
 
 
 def _in_unknown_order(rule: Rule, optimizer: Optimizer, change: Change, has_names: bool) -> Iterator[Finding]:
-    if has_names or len(optimizer.ids) == len(change.model_order):
+    if has_names or len(optimizer.ids) == len(change.model_orders[0]):
         what = "names" if has_names else "as many parameters as the model,"
         yield rule.finding(
             Level.NOTE,
@@ -223,7 +226,7 @@ def _is_touched(optimizer: Optimizer, change: Change, plan: Plan, found: list[Fo
     """Return whether edits, or the model's order, change what an optimizer's positions mean."""
     if not plan.edits:
         return bool(found) or change.reorders
-    is_lost = change.model is not None and not change.is_ordered and not change.model_order
+    is_lost = change.model is not None and not change.is_ordered and not change.model_orders
     # A tensor that is only named like a buffer is a parameter if the optimizer has more parameters than the rest.
     is_wide = bool(found) or len(optimizer.ids) > len(change.parameters)
     is_tied = len(optimizer.ids) == len(change.result)

@@ -7,10 +7,10 @@ file's and the model's, because it knows them only by position."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice, permutations, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -225,11 +225,11 @@ class Change(Struct, frozen=True, dict=True):
         return found if self.parameters.keys() <= found.keys() else None
 
     @cached_property
-    def model_order(self) -> list[str]:
-        """The file's parameters in model order; empty if it is unknown.
+    def model_orders(self) -> list[list[str]]:
+        """The file's parameters in model order, once for each possible place of lost modules.
 
-        It is unknown if the trained model had another order, as with layers of another implementation or modules that
-        moved, and if a module is lost, unless it is a block among others with other numbers."""
+        Empty if the trained model had another order: layers of another implementation, or modules that moved. Lost
+        blocks were among those with other numbers; any other lost module may have been anywhere within its parent."""
         if self.model is None or not self.result.keys() <= self.model.slots.keys():
             return []  # the result's order is unknown too
         rank = {key: place for place, key in enumerate(self.model.slots)}
@@ -252,10 +252,11 @@ class Change(Struct, frozen=True, dict=True):
         if order != sorted(known, key=lambda key: places[key][-1]):
             return []
         if len(order) == len(parameters):
-            return order
+            return [order]
         if self.is_ordered and not (self.is_by_name and self.reorders):
             return []
-        return _with_blocks(order, [key for key in parameters if key not in places])
+        order, gone = _with_blocks(order, [key for key in parameters if key not in places])
+        return _with_modules(order, gone)
 
     @property
     def aliases(self) -> set[str]:
@@ -341,9 +342,10 @@ def _is_current(checkpoint: Checkpoint, target: Target | None) -> bool:
     return False
 
 
-def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> list[str]:
-    """Put the parameters of lost blocks next to those of their siblings; return nothing if other modules are lost."""
+def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Put the parameters of lost blocks next to those of their siblings; return the order and the rest."""
     rank = {key: (float(place), 0, 0, 0) for place, key in enumerate(order)}
+    left: list[str] = []
     kept: dict[str, dict[int, dict[str, int]]] = {}
     lost: dict[str, dict[int, dict[str, int]]] = {}
     for place, key in enumerate((*order, *gone)):
@@ -364,8 +366,81 @@ def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> list[str]:
                 rank[key] = (max(siblings[before].values()) + 0.5, -depth, number, twin[tail])
             break
         else:
+            left.append(key)
+    return sorted(rank, key=rank.__getitem__), left
+
+
+PLACEMENTS = 50_000  # most names in all orders together: two seconds of work
+
+
+def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
+    """Return all orders with the lost modules at each place in their parent; none if there are too many."""
+    parents = {parent for key in order for parent in modules_of(key)}
+    modules: dict[str, list[str]] = {}
+    for key in gone:
+        root = next(each for each in (*modules_of(key), key) if each not in parents)
+        modules.setdefault(root, []).append(key[len(root) :])
+    alike: dict[tuple[str, frozenset[str]], list[str]] = {}
+    for root, tails in modules.items():
+        alike.setdefault((re.sub(_NUMBERS, "0", root), frozenset(tails)), []).append(root)
+    orders, limit = [order], PLACEMENTS // max(len(order), 1)
+    for (_, ends), roots in alike.items():
+        arranged = list(islice(_arranged(sorted(ends), limit + 1), limit + 1))
+        more = (_placed(one, roots, each) for one in orders for each in arranged)
+        orders = list(islice(chain.from_iterable(more), limit + 1))
+        if len(orders) > limit:
             return []
-    return sorted(rank, key=rank.__getitem__)
+    return orders
+
+
+def _placed(order: list[str], roots: Sequence[str], tails: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the orders with lost modules or parameters after each of their siblings, and before all of them."""
+    is_leaf = list(tails) == [""]
+    parent = roots[0].rpartition(".")[0]
+    members = dict(filter(None, (_below(key, parent) for key in order)))
+    own = [name for name, is_own in members.items() if is_own]
+    # A module's own parameters come before those of the modules in it.
+    after = [None, *own] if is_leaf else [own[-1] if own else None, *(one for one in members if one not in own)]
+    for sibling in after:
+        made = list(order)
+        for root in roots:
+            parent = root.rpartition(".")[0]
+            inside = [(at, one[0]) for at, key in enumerate(made) if (one := _below(key, parent))]
+            places = [at + 1 for at, name in inside if name == sibling]
+            if not inside or (sibling is not None and not places):
+                break
+            place = places[-1] if places else inside[0][0]
+            made[place:place] = [root + tail for tail in tails]
+        else:
+            yield made
+
+
+def _below(key: str, parent: str) -> tuple[str, bool] | None:
+    """Return the member of a module that a key belongs to, and whether it is the module's own parameter."""
+    inside = key[len(parent) + 1 :] if parent else key
+    if parent and not key.startswith(f"{parent}."):
+        return None
+    name, dot, _ = inside.partition(".")
+    return name, not dot
+
+
+def _arranged(tails: Iterable[str], limit: int) -> Iterator[list[str]]:
+    """Yield the possible orders of a module's parameters, its own first, a weight before its bias."""
+    children: dict[str, list[str]] = {}
+    for tail in tails:
+        name, dot, rest = tail.removeprefix(".").partition(".")
+        children.setdefault(name, []).append(dot + rest)
+    own = [name for name, rest in children.items() if rest == [""]]
+    inner = [name for name in children if name not in own]
+    firsts = [sorted(own, reverse=True)] if set(own) <= {"weight", "bias"} else permutations(own)
+    nexts = [sorted(inner, key=int)] if all(map(str.isdecimal, inner)) else permutations(inner)
+    of_children = {name: list(islice(_arranged(children[name], limit), limit)) for name in inner}
+    # product() keeps its arguments in memory, so they are cut first.
+    for first, then in product(islice(firsts, limit), islice(nexts, limit)):
+        for parts in product(*(of_children[name] for name in then)):
+            found = list(first)
+            found += [name + rest for name, part in zip(then, parts, strict=True) for rest in part]
+            yield [f".{one}" if one else "" for one in found]
 
 
 def _is_renamed_alike(old: str, new: str) -> bool:

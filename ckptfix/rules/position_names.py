@@ -46,11 +46,8 @@ class OptimizerScope(Struct, frozen=True):
 def scopes(change: Change) -> Iterator[OptimizerScope]:
     """Yield the sets that optimizers are built from: all parameters, the trainable ones, or those of one part."""
     parameters = change.parameters
-    # Sorted keys that the model has in another order may not be in the order of the training.
-    is_sorted = change.is_by_name and change.reorders and not change.model_order
-    orders = [("the file's order", list(parameters))] if change.is_ordered and not is_sorted else []
-    if change.model_order and not (orders and change.model_order == orders[0][1]):
-        orders.append(("the model's order", change.model_order))
+    orders = [("the file's order", list(parameters))] if change.is_ordered else []
+    orders += [("the model's order", order) for order in change.model_orders if not orders or order != orders[0][1]]
     known = change.modules
     for whose, order in orders:
         firsts = runs_of(order)
@@ -107,23 +104,30 @@ def narrow_and_wide(change: Change) -> list[Change]:
     return [change, wide] if wide.parameters.keys() != change.parameters.keys() else [change]
 
 
-def by_recipe(optimizer: Optimizer, change: Change) -> list[tuple[OptimizerScope, Naming]]:
-    """Return the recipes that fit; if a trainer left its own file next to the checkpoint, only that trainer's."""
+def by_recipe(optimizer: Optimizer, change: Change, is_rare: bool = False) -> list[tuple[OptimizerScope, Naming]]:
+    """Return the recipes that fit; if a trainer left its own file next to the checkpoint, only that trainer's.
+
+    A script's own groups are not tried if a sorted file allows more than ``ORDERS`` orders. Rare orders are added if
+    recipes fit, but none with the model's order; ``is_rare`` returns only rare ones."""
     new = change.of_model({key: spec.shape for key, spec in change.result.items()})
     known = [scope for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
 
-    def fitting(of_trainers: bool = False) -> list[tuple[OptimizerScope, Naming]]:
+    def fitting(of_trainers: bool = False, is_rare: bool = False) -> list[tuple[OptimizerScope, Naming]]:
         return [
             (scope, naming)
             for scope in known
-            for naming in namings(optimizer, scope.layout, new, of_trainers or scope.is_of_form)
+            for naming in namings(optimizer, scope.layout, new, of_trainers or scope.is_of_form, is_rare)
         ]
 
-    if SIGNS.intersection(change.signs):
+    if SIGNS.intersection(change.signs) or len(change.model_orders) > ORDERS:
         found = fitting(of_trainers=True)
-        if signed := [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]:
-            return signed
-    return fitting()
+        signed = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
+        if signed or len(change.model_orders) > ORDERS:
+            return [] if is_rare else signed or found
+    found = fitting(is_rare=is_rare)
+    if is_rare or not found or any(naming.recipe is not None and naming.recipe.within is None for _, naming in found):
+        return found
+    return found + fitting(is_rare=True)
 
 
 def are_listed_anew(change: Change, keys: Iterable[str], within: Order) -> bool:
@@ -158,6 +162,7 @@ def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
 
 
 SIGNS = {recipe.sign for recipe in RECIPES if recipe.sign}
+ORDERS = 20  # most orders of a sorted file that are tried with a script's own groups or known names
 
 
 def readings(optimizer: Optimizer, change: Change) -> list[Naming]:

@@ -564,6 +564,16 @@ def test_an_empty_group_tells_no_order(tmp_path, names, is_refused):
     assert [finding.fix is None for finding in report.findings if finding.code == "OPT101"] == [is_refused]
 
 
+@pytest.mark.parametrize(("shapes", "doubt"), [({"b": (3, 3)}, True), ({"b": (4, 3)}, False)])
+def test_an_order_of_few_scripts_is_named_if_it_fits_as_well(tmp_path, shapes, doubt):
+    old = Listed(a=(3, 3), **shapes, c=(3, 3) if doubt else (5, 4))
+    new = Listed(a=(3, 3), **shapes)
+    report = followed_with(tmp_path, old, new, list(old.parameters()))
+    (finding,) = [finding for finding in report.applied if finding.code == "OPT101"]
+    assert ("in reverse would fit as well" in finding.message) is doubt
+    assert "identified by model.parameters()" in str(report).splitlines()[-1]
+
+
 def test_a_norm_that_the_model_no_longer_has_is_one_by_its_name(tmp_path):
     """Only its class shows, by the Trainer's rule, that the weight of ``ln_f`` does not decay."""
     old, new = Listed(a=(3, 2), ln_f=(3,), b=(4, 3)), Listed(a=(3, 2), b=(4, 3))
