@@ -28,7 +28,8 @@ from ckptfix.reading.configs import CONFIG, config_beside, read_config
 from ckptfix.reading.opening import open_file
 
 _FOREIGN = re.compile(
-    r"(?:^|[._])(?:(?P<old_oft>oft_[rs])|(?P<kind>oft|boft|vera|randlora|c3a|vblora|fourierft|shira|waveft|gralora|delora)_\w+|(?P<scalar>scalar)"
+    r"(?:^|[._])(?:(?P<old_oft>oft_[rs])|(?P<lycoris>oft_(?:blocks|diag))|(?P<scalar>scalar)"
+    r"|(?P<kind>oft|boft|vera|randlora|c3a|vblora|fourierft|shira|waveft|gralora|delora)_\w+"
     r"|(?P<nemo>adapter)\.linear_(?:in|out)|(?P<adalora>lora_E))(?:\.|$)"
     r"|^(?:lora|lycoris)_\w+\.(?:(?P<glora>[ab][12]\.weight)|(?P<ia3>on_input)|(?P<tlora>lambda_layer|[pq]_layer\..+))$"
     # Short names, which layers of a model may have too, only in files of peft.
@@ -38,6 +39,7 @@ _FOREIGN = re.compile(
 )
 _FOREIGN_TYPES = {
     "old_oft": "OFT of peft before 0.16",
+    "lycoris": "OFT or BOFT of LyCORIS",
     "scalar": "LyCORIS with use_scalar",
     "nemo": "LoRA of NeMo",
     "adalora": "ADALORA",

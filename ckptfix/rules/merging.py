@@ -525,7 +525,8 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
         one, two = (adapter.whole_shape(layer, name) for name in ("lokr_w1", "lokr_w2"))
         fits = len(one) == 2 and len(two) > 1 and (one[0] * two[0], one[1] * prod(two[1:])) == wanted
         # For the unfactored kernel of a Conv1d, peft's product differs from LyCORIS'.
-        fits = fits and (len(two) == 2 or (len(two) == 4 and two[2:] == spec.shape[2:]))
+        is_kernel = two[2:] == spec.shape[2:] and (len(two) == 4 or not adapter.is_peft)
+        fits = fits and (len(two) == 2 or is_kernel)
     else:
         rank, cores = adapter.rank(layer), [core.shape for role in CORES if (core := adapter.spec(layer, role))]
         ends = [(rank, size) for size in spec.shape[:2]] if cores else [(wanted[0], rank), (rank, wanted[1])]

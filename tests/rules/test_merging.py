@@ -544,7 +544,7 @@ def test_a_fused_layer_of_litgpt_is_not_called_another_base(tmp_path):
         pytest.param([_NEMO.format("in"), _NEMO.format("out")], None, "LoRA of NeMo", id="NeMo"),
         pytest.param(["linear_qkv.adapter.linear_in.weight"], None, "LoRA of NeMo", id="NeMo 2"),
         pytest.param(["base_model.model.fc.boft_R"], None, "BOFT", id="BOFT"),
-        pytest.param(["lora_unet_fc.oft_blocks", "lora_unet_fc.alpha"], None, "OFT", id="OFT of LyCORIS"),
+        pytest.param(["lora_unet_fc.oft_blocks", "lora_unet_fc.alpha"], None, "OFT or BOFT of LyCORIS", id="LyCORIS"),
         pytest.param(["lycoris_fc.a1.weight", "lycoris_fc.b2.weight"], None, "GLoRA", id="GLoRA"),
         pytest.param(["lora_unet_fc.lambda_layer", "lora_unet_fc.alpha"], None, "T-LoRA", id="T-LoRA"),
         pytest.param(["lora_unet_fc.on_input"], None, "IA3 of LyCORIS", id="IA3 of LyCORIS"),
@@ -751,7 +751,9 @@ def test_what_lycoris_saves_is_what_it_adds_in_training(prefix, tmp_path):
     """LoKr with two whole matrices has the scale one; differences are added to weights, norms and biases."""
     base = {"q.weight": torch.randn(6, 8), "norm.weight": torch.ones(8), "norm.bias": torch.zeros(8)}
     base |= {"k.weight": torch.randn(4, 8), "v.weight": torch.randn(4, 8), "v.bias": torch.zeros(4)}
+    base["line.weight"] = torch.randn(6, 4, 3)
     parts = {
+        **{"line.lokr_w1": (3, 2), "line.lokr_w2": (2, 2, 3), "line.alpha": ()},
         "q.alpha": (),
         "q.lokr_w1": (3, 2),
         "q.lokr_w2": (2, 4),
@@ -768,6 +770,7 @@ def test_what_lycoris_saves_is_what_it_adds_in_training(prefix, tmp_path):
     torch.testing.assert_close(got["k.weight"], base["k.weight"] + hadamard * own["k.alpha"] / 2)
     want = {
         "q.weight": torch.kron(own["q.lokr_w1"], own["q.lokr_w2"]),
+        "line.weight": torch.kron(own["line.lokr_w1"].unsqueeze(2), own["line.lokr_w2"]),
         **{"norm.weight": own["norm.w_norm"], "norm.bias": own["norm.b_norm"]},
         **{"v.weight": own["v.diff"], "v.bias": own["v.diff_b"]},
     }
