@@ -109,10 +109,14 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
     """Open the adapter that ``--adapter`` names: a folder, a file of weights, or the configuration of an adapter inside
     its base; ``=0.5`` at the end of the text is its weight. Raises ``AdapterError`` if it cannot be merged."""
     path, weight = _weighted(text)
-    file = Path(path)
-    if file.suffix == ".json":
-        adapter = adapter_in(base, "", read_config(file))
+    if Path(path).suffix == ".json":
+        adapter = adapter_in(base, "", read_config(Path(path)))
     else:
+        from ckptfix.reading.folders.folders import ADAPTERS, weights_file  # only a merge needs it
+
+        # Beside the adapter, torchtune saves the merged model, and trl a value head.
+        own = [str(file) for name in ADAPTERS if (file := Path(path) / name).is_file()]
+        path = own[0] if len(own) == 1 and weights_file(path) is None else path
         adapter = adapter_in(open_file(path), path, config_beside(path))
     _refuse(adapter)
     if not adapter.layers:

@@ -623,6 +623,22 @@ def test_what_does_not_fit_or_is_of_two_types_is_refused(parts, says, tmp_path):
         ckptfix.repair_state_dict({"q.weight": torch.ones(8, 8)}, adapter=tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize("other", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize("is_bin", [False, True])
+def test_a_folder_with_other_weights_beside_the_adapter(other, is_bin, tmp_path):
+    """trl saves the value head there, torchtune the merged model."""
+    adapter = trained(LORA(r=4, target_modules=["q"]), tmp_path / "adapter")
+    want = merged_by_peft([adapter])
+    weights = adapter / "adapter_model.safetensors"
+    if is_bin:
+        torch.save(load_file(weights), adapter / "adapter_model.bin")
+        weights.unlink()
+    (torch.save if other.endswith("bin") else save_file)({"v_head.weight": torch.ones(1, 4)}, adapter / other)
+    repaired, report = ckptfix.repair_state_dict(net().state_dict(), adapter=f"{adapter}", select="FIL108")
+    assert_same(repaired, want)
+    assert f"({adapter}/adapter_model." in report.findings[0].message
+
+
 @pytest.mark.parametrize("weight", ["abc", "nan", ""])
 def test_a_weight_of_an_adapter_that_is_not_a_number_is_named(weight, tmp_path):
     save_file({f"lora_unet_q.{key}": torch.ones(shape) for key, shape in PAIR.items()}, tmp_path / "x.safetensors")

@@ -58,10 +58,12 @@ OF_TRAINING = frozenset(form.NAME for form in (*FRAMEWORKS, fairscale, dcp, dcp_
 SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
 
 # Names of the only weights file in a folder of transformers, diffusers, peft, accelerate and mlx-lm.
-WEIGHTS = frozenset(
-    "model.safetensors pytorch_model.bin diffusion_pytorch_model.safetensors diffusion_pytorch_model.bin "
+ADAPTERS = frozenset(
     "adapter_model.safetensors adapter_model.bin adapters.safetensors "
     "pytorch_lora_weights.safetensors pytorch_lora_weights.bin".split()
+)
+WEIGHTS = ADAPTERS | frozenset(
+    "model.safetensors pytorch_model.bin diffusion_pytorch_model.safetensors diffusion_pytorch_model.bin".split()
 )
 
 # accelerate's file of the full weights of FSDP, which the HF Trainer also saves under one of the names above.
