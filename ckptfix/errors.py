@@ -146,5 +146,9 @@ class IdleRecipeError(UsageError):
     """A recipe of ``--adapt`` fits no tensor, and some tensor needs another one. The first option is the recipe."""
 
 
+class TakenNameError(UsageError):
+    """Two files of a zoo would get the same name."""
+
+
 class InternalError(CkptfixError):
     """A bug of ckptfix that it detected itself, before anything was written."""

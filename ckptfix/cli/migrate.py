@@ -99,7 +99,7 @@ def _migrate(
             watch=meter.show,
         ) as migration:
             console.end_progress()
-            for remark in migration.remarks if migration.chosen is None else ():
+            for remark in migration.remarks:
                 console.note(remark)
             if page is not None:
                 save_page(page, migration, shell_join(again), is_dry)

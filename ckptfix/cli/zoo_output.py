@@ -119,7 +119,7 @@ def _attention(migration: Migration, limit: int | None) -> Iterator[Line]:
     for record in migration.records():
         in_folder.update(_folders(record["source"]))
         outcome = Outcome(record["outcome"])
-        if outcome in groups and (migration.chosen is None or record["source"] in migration.chosen):
+        if outcome in groups and record["source"] in migration.chosen:
             reason = _reason(record)
             ways = [way["options"] for way in record.get("decisions") or ()]
             key = json.dumps([_codes(record), ways, record["decision"]] if record["error"] is None else reason)

@@ -1,6 +1,7 @@
 """Checks the settings before any work begins, and raises an error for a setting that is invalid or needs another."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ckptfix.errors import Opt, UsageError
 from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES
 
+_DEVICE = re.compile(r"auto|cpu|mps|(?:cuda|xpu)(?::\d+)?")
 LONGEST_TIMEOUT = 10**6  # seconds (eleven days); within the limits of every clock of the system
 _OF_SEVERAL_TYPES = ("source_model", "rename_map", "shard_size")  # a model, a map, or a number of bytes is fine too
 
@@ -72,6 +74,8 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         raise UsageError(Opt("shard_size"), " and ", Opt("format", UNIVERSAL), " exclude each other")
     if not 0 < settings.timeout <= LONGEST_TIMEOUT:
         raise UsageError(Opt("timeout", settings.timeout), f": give seconds above 0 and up to {LONGEST_TIMEOUT}")
+    if not _DEVICE.fullmatch(settings.device):
+        raise UsageError(Opt("device", settings.device), ": not a device; give auto, cpu, cuda, cuda:1, mps or xpu")
     settings.is_for_torch_before("0")  # raises for an invalid version
     _ = settings.shard_bytes  # and for an invalid size
     return settings

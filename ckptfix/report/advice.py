@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,21 +178,9 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
     is_new = option_words(with_remedies(choices, remedies)) != option_words(choices)
     remaining = report.left
     # Nothing is written while a key does not fit, whatever is done about warnings.
-    firsts = [remedy for finding in remaining if finding.level is Level.ERROR for remedy in remedies_of(finding)[:1]]
+    firsts = _first_remedies(report)
     is_new = is_new and (not report.obstacles or any(remedy in remedies for remedy in firsts))
-    # A finding that the repair fixes does not block it; with --unsafe-fixes, the repair drops what it leaves over.
-    explained = _explained(remaining)
-    is_last = any(remedy in remedies and ("unsafe_fixes", True) in remedy.options for remedy in firsts)
-
-    def is_cured(finding: Finding) -> bool:
-        covered = _covering(finding, explained).total()
-        return covered > 0 and (is_last or covered == len(finding.keys))
-
-    open_ones = [finding for finding in remaining if not (report.is_fixable(finding) or is_cured(finding))]
-    blocking = [finding for finding in open_ones if finding.blocks and finding.level is Level.ERROR]
-    if any(finding.subject is Subject.NAMES and _offers_sets(finding) for finding in remaining):
-        # Each of the offered sets has names that fit, but what was examined is all of them together.
-        blocking = [finding for finding in blocking if finding.subject is not Subject.FIT]
+    blocking = blocking_findings(report, remedies)
     # If no option fixes an error, such as that other ranks are missing, no command is of use.
     is_new = is_new and all(any(remedy.options for remedy in remedies_of(finding)) for finding in blocking)
     is_blocked = bool(blocking) or any(Blocks.WRITING in finding.blocks for finding in report.remaining)
@@ -202,6 +190,30 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
     if is_new or (is_undone and not (is_blocked or report.obstacles)):
         again = _written_again(report, choices)
         yield from ((with_remedies(again, chosen), price_text(report, chosen)) for chosen in found)
+
+
+def _first_remedies(report: Report) -> list[Remedy]:
+    return [each for finding in report.left if finding.level is Level.ERROR for each in remedies_of(finding)[:1]]
+
+
+def blocking_findings(report: Report, remedies: Collection[Remedy]) -> list[Finding]:
+    """Return the errors that keep a repair with these remedies from writing a file, unless one of them is for them."""
+    remaining = report.left
+    # A finding that the repair fixes does not block it; with --unsafe-fixes, the repair drops what it leaves over.
+    explained = _explained(remaining)
+    is_last = any(each in remedies and ("unsafe_fixes", True) in each.options for each in _first_remedies(report))
+
+    def is_cured(finding: Finding) -> bool:
+        covered = _covering(finding, explained).total()
+        return covered > 0 and (is_last or covered == len(finding.keys))
+
+    open_ones = [finding for finding in remaining if not (report.is_fixable(finding) or is_cured(finding))]
+    errors = [finding for finding in open_ones if finding.level is Level.ERROR]
+    blocking = [each for each in errors if each.blocks or (report.obstacles and each.subject is Subject.FIT)]
+    if any(finding.subject is Subject.NAMES and _offers_sets(finding) for finding in remaining):
+        # Each of the offered sets has names that fit, but what was examined is all of them together.
+        blocking = [finding for finding in blocking if finding.subject is not Subject.FIT]
+    return blocking
 
 
 def _offers_sets(finding: Finding) -> bool:

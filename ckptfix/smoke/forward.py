@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.finding import counted
 from ckptfix.core.lazy import nn, torch
-from ckptfix.errors import CkptfixError, Opt, UsageError
+from ckptfix.errors import CkptfixError
 from ckptfix.smoke.inputs import Arguments, Input, make_arguments
 from ckptfix.smoke.outcome import (
     MODEL,
@@ -39,12 +38,6 @@ if TYPE_CHECKING:
 
 class DeviceError(CkptfixError):
     """The requested device does not work on this machine."""
-
-
-def check_device_name(name: str) -> None:
-    """Raise ``UsageError`` if the text is not the name of a device. Needs no torch."""
-    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", name):
-        raise UsageError(Opt("device", name), ": not a device; give auto, cpu, cuda, cuda:1, mps or xpu")
 
 
 def choose_device(name: str) -> tuple[torch.device, tuple[str, ...]]:

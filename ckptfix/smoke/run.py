@@ -17,7 +17,6 @@ from ckptfix.core.wording import first_names
 from ckptfix.engine.delivery import ForwardTest
 from ckptfix.rules import VALUES, named
 from ckptfix.smoke.exam import Exam
-from ckptfix.smoke.forward import check_device_name
 from ckptfix.smoke.inputs import parse_inputs
 from ckptfix.smoke.launch import NO_ANSWER, Ending, death, launch
 from ckptfix.smoke.outcome import (
@@ -57,7 +56,6 @@ def run_smoke(
     ``weights`` selects one of several state_dicts in the file; ``reference`` is another checkpoint to compare outputs
     with. Raises ``UsageError`` for invalid settings; whatever the user's code does becomes a finding."""
     parse_inputs(settings.input)
-    check_device_name(settings.device)
     job = Exam(
         str(Path(file).absolute()),
         factory,

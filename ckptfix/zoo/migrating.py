@@ -106,7 +106,7 @@ class Migration(Struct, frozen=True):
     destination: str
     summary: Summary
     workspace: Workspace
-    chosen: Container[str] | None = None  # the sources that this run was for; None for all
+    chosen: Container[str]  # the sources that this run was for
     remarks: tuple[str, ...] = ()
     again: tuple[str, ...] = ()  # the command of this migration, as words
 
@@ -116,8 +116,7 @@ class Migration(Struct, frozen=True):
 
     def chosen_records(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of the sources that this run was for."""
-        chosen = self.chosen
-        return (line for line in self.records() if chosen is None or line["source"] in chosen)
+        return (line for line in self.records() if line["source"] in self.chosen)
 
     def weights(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of ``weights.jsonl``, sorted by source."""
@@ -187,9 +186,10 @@ def migrate(
         if not dry_run:
             workspace.close_journals(outputs)
         summary.seconds = time.monotonic() - summary.began
-        chosen = {item.name for item in items} if patterns or listed is not None else None
-        idle = tuple(table.idle(item.name for item in items)) if table.treatments else ()
-        yield Migration(source, destination, summary, workspace, chosen, idle, plan.command)
+        names = {item.name for item in items}
+        is_part = bool(patterns) or listed is not None
+        idle = tuple(table.idle(names)) if table.treatments and not is_part else ()
+        yield Migration(source, destination, summary, workspace, names, idle, plan.command)
 
 
 def _run(

@@ -5,6 +5,7 @@ this machine and on another node.
     treat     repair as the table says, or copy bit for bit, into the scratch folder; compute digests
     deliver   put in place, or leave in the scratch folder for the driver, which flushes many files at once"""
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,16 +18,16 @@ from msgspec.structs import replace
 from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.threads import background, without_threads
 from ckptfix.core.edits import Disarm
-from ckptfix.core.finding import Level, Placeholder, Remedy, Subject
+from ckptfix.core.finding import Finding, Level, Placeholder, Remedy, Subject
 from ckptfix.core.option import CHECK, Scope
 from ckptfix.core.options import BY_NAME, flag_text, option_words, settings_of
 from ckptfix.core.report import Report
 from ckptfix.core.wording import no_option, shell_join
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
-from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, UnreadableError, UsageError
+from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, TakenNameError, UnreadableError, UsageError
 from ckptfix.repairing import check, repair
-from ckptfix.report.advice import price_text, remedies_of, remedy_choices, with_remedies
+from ckptfix.report.advice import blocking_findings, price_text, remedies_of, remedy_choices, with_remedies
 from ckptfix.report.page.data import weights_to_json
 from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.writing.atomic import flush_file
@@ -149,12 +150,9 @@ def copy_other(job: Job, path: Path, area: JobFiles) -> Done:
 
 
 def refuse_taken(job: Job, name: str) -> None:
-    """Raise ``CkptfixError`` if another source has the same output: the last one never wins."""
+    """Raise ``TakenNameError`` if another source has the same output: the last one never wins."""
     if name in job.taken:
-        raise CkptfixError(
-            f"{job.item.name}: another source would also be written as {name}; rename one of them in zoo.toml (output "
-            "= …), or exclude it"
-        )
+        raise TakenNameError(f"{job.item.name}: another source would also be written as {name}")
 
 
 def digest_of(job: Job, path: Path) -> str:
@@ -294,6 +292,8 @@ def _refused(job: Job, error: CkptfixError, area: JobFiles, path: Path | None = 
     decisions = decisions_after_error(job, error)
     command = first_command(decisions)
     record = job.record(outcome, error=text, sha256=sha256, command=command, decisions=tuple(decisions))
+    if isinstance(error, TakenNameError):  # depends on the other sources too, so the next run tries again
+        record = replace(record, settings="")
     return Done(job.number, record)
 
 
@@ -339,8 +339,11 @@ def decisions_for(job: Job, report: Report) -> list[dict[str, Any]]:
     """Return the possible decisions about a file, the recommended one first: repairs, those with a complete command
     before the others, and then accepting it as it is."""
     given, left = job.treatment.choices, report.left
-    by_itself = ((remedy,) for finding in left for remedy in remedies_of(finding))
-    ways = [_way(job, report, remedies) for remedies in (*remedy_choices(report), *by_itself)]
+    together = remedy_choices(report)
+    by_itself = [(each,) for finding in left for each in remedies_of(finding)]
+    if stopping := [finding for finding in blocking_findings(report, together[0]) if not _is_for(together[0], finding)]:
+        together = [(each,) for finding in stopping for each in remedies_of(finding)]
+    ways = [_way(job, report, remedies) for remedies in (*together, *by_itself)]
     ways.sort(key=lambda way: way["command"] is None)
     if not refusal(report, parsed_settings(job.treatment.settings)):
         codes = dict.fromkeys((*given.get("accept", ()), *(finding.code for finding in left)))
@@ -359,11 +362,17 @@ def _way(job: Job, report: Report, remedies: Sequence[Remedy]) -> dict[str, Any]
     given = job.treatment.choices
     merged = with_remedies(given, remedies)
     added = {name: value for name, value in merged.items() if name not in given or given[name] != value}
-    is_complete = bool(added) and all(remedy.is_complete for remedy in remedies)
+    # A command is printed only if it can end in a file: no other finding may keep it from being written.
+    is_open = all(_is_for(remedies, finding) for finding in blocking_findings(report, remedies))
+    is_complete = bool(added) and is_open and all(remedy.is_complete for remedy in remedies)
     shown = {name: str(value) if isinstance(value, Placeholder) else value for name, value in added.items()}
     text, price = "; ".join(remedy.text for remedy in remedies), price_text(report, remedies)
     way = {"options": shown, "text": text, "command": command_with(job, added) if is_complete else None}
     return {**way, "price": price} if price else way
+
+
+def _is_for(remedies: Sequence[Remedy], finding: Finding) -> bool:
+    return any(remedy in remedies for remedy in remedies_of(finding))
 
 
 def first_command(decisions: Iterable[Mapping[str, Any]]) -> str | None:
@@ -372,6 +381,11 @@ def first_command(decisions: Iterable[Mapping[str, Any]]) -> str | None:
 
 def decisions_after_error(job: Job, error: CkptfixError) -> list[dict[str, Any]]:
     """Return the decisions that an error suggests for a file: all its options together, or each value of one option."""
+    if isinstance(error, TakenNameError):
+        name = json.dumps(job.item.name, ensure_ascii=False)
+        renaming = 'output = "{folder}/{name}{suffix}"'
+        text = f"in zoo.toml, exclude = [{name}] leaves it out, and {renaming} below [[files]] gives it another name"
+        return [{"options": {}, "text": text, "command": None}]
     of_one_file = (option for option in error.options if BY_NAME[option.name].scope is Scope.ONE_FILE)
     named = [option for option in of_one_file if option.value is not None]
     names = dict.fromkeys(option.name for option in named)

@@ -133,8 +133,10 @@ class Table(Struct, frozen=True, dict=True):
         return compile_patterns(self.exclude)
 
     def models(self) -> dict[str, str]:
-        """Return the models that treatments name, each with the first table that names it."""
-        named = {each.model: each.place for each in (self.rest, *reversed(self.treatments)) if each.model is not None}
+        """Return the models that treatments name, each with the file and the first table that name it."""
+        file = f"{self.path}: " if self.path is not None else ""
+        treatments = (self.rest, *reversed(self.treatments))
+        named = {each.model: f"{file}{each.place}" for each in treatments if each.model is not None}
         return dict(sorted(named.items(), key=lambda pair: pair[1]))
 
     def treatment_of(self, name: str) -> Treatment:
@@ -263,6 +265,7 @@ def treatment_of_choices(
 ) -> Treatment:
     """Return the treatment with options by name. Raises ``CkptfixError`` if one is not valid."""
     from ckptfix.engine.validation import checked_settings, slip_of_fill  # imports the rules and formats
+    from ckptfix.smoke.inputs import parse_inputs
 
     treatment = Treatment(patterns, dict(choices), output or MIRRORED, place)
     model, like, model_args = treatment.model, treatment.like, treatment.arguments.get("model_args", ())
@@ -282,7 +285,9 @@ def treatment_of_choices(
             raise UsageError(f"{name} = {file!r}: there is no such file; {slip or 'check the path'}")
     if like is not None and like.startswith(KNOWN):
         known_target(like.removeprefix(KNOWN))  # raises for an unknown model
-    _ = checked_settings(treatment.settings, model, like).cast_dtype  # raises for an unknown dtype
+    settings = checked_settings(treatment.settings, model, like)
+    _ = settings.cast_dtype  # raises for an unknown dtype
+    parse_inputs(settings.input)
     return treatment
 
 

@@ -175,3 +175,36 @@ def test_a_model_line_that_names_nothing_is_one_error_and_makes_nothing(healthy,
     assert (done.returncode, len(errors)) == (2, 1)
     assert "did you mean linear?" in errors[0]
     assert not (tmp_path / "new").exists()
+
+
+def test_two_sources_of_one_output_need_a_decision_that_the_next_run_sees(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    for name in ("a.pth", "a.pt", "b.pth", "b.pt"):
+        torch.save(zoos.weights(1), old / name)
+    done = zoos.migrate_here(old, new, "--format", "safetensors")
+    assert done.returncode == 1
+    assert "a.pt, a.pth (2 files): another source would also be written as a.safetensors" in done.stdout
+    assert 'in zoo.toml, exclude = ["a.pt"] leaves it out' in done.stdout
+    table = tmp_path / "zoo.toml"
+    table.write_text('exclude = ["a.pt"]\n[[files]]\nmatch = "b.pt"\noutput = "{folder}/{name}{suffix}"\n')
+    done = zoos.migrate_here(old, new, "--format", "safetensors", "--table", table)
+    assert (done.returncode, "needs a decision:" in done.stdout) == (0, False)  # a.pt is not part of this run
+    assert {path.name for path in new.glob("*.safetensors")} == {"a.safetensors", "b.safetensors", "b.pt.safetensors"}
+
+
+def test_no_command_is_printed_that_another_finding_stops(tmp_path):
+    (tmp_path / "old").mkdir()
+    nan = {"weight": torch.ones(2, 2)}
+    nan["weight"][0, 0] = float("nan")
+    torch.save({"other": nan["weight"]}, tmp_path / "old/stopped.pth")
+    torch.save(nan | {"extra": torch.ones(1)}, tmp_path / "old/both.pth")
+    model = ("--model", "tests.zoo.factories:linear", "--no-smoke")
+    done = zoos.migrate_here(tmp_path / "old", tmp_path / "new", *model)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("    ")]
+    commands = [shlex.split(line) for line in lines if line.startswith("    ckptfix migrate")]
+    assert [words[words.index("--only") + 1] for words in commands] == ["both.pth"]
+    stopped = done.stdout[done.stdout.index("stopped.pth") :].splitlines()
+    assert stopped[1] == "    name the model that the file belongs to: the file lacks most parameters of this one"
+    zoos.migrate_here(*commands[0][2:])
+    assert zoos.outcomes(tmp_path / "new") == {"both.pth": "repaired", "stopped.pth": "needs a decision"}

@@ -52,6 +52,11 @@ def test_none_is_the_default_of_a_setting_that_has_no_other(tmp_path):
     assert parsed_settings({"compare": tmp_path, "shard_size": 5_000_000}).compare == str(tmp_path)
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1", "mps", "xpu:0"])
+def test_names_of_devices(device):
+    checked_settings({"device": device})
+
+
 @pytest.mark.parametrize("seconds", [0.001, LONGEST_TIMEOUT])
 def test_a_timeout_that_clocks_can_wait_for(seconds):
     checked_settings({"timeout": seconds})
@@ -67,6 +72,8 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
         pytest.param({"select": 101}, "select=101: give a string", id="a number for a code"),
         pytest.param({"select": ["KEY", 1]}, "give a string, or a list of strings", id="a number among codes"),
         pytest.param({"fill": "targt"}, "no such file; did you mean target\\?", id="a slip in a word"),
+        pytest.param({"device": "gpu"}, "device='gpu': not a device; give auto, cpu", id="no device"),
+        pytest.param({"device": "cuda:"}, "not a device", id="a device without its number"),
         pytest.param({"fill": 3}, "fill=3: give", id="fill with a number"),
         pytest.param({"unsafe_fixes": "false"}, "unsafe_fixes='false': give a boolean", id="a text is true for Python"),
         pytest.param({"values": None}, "values=: give a boolean", id="None is false for Python"),

@@ -229,14 +229,14 @@ def test_others_may_be_left(tmp_path):
     assert zoos.outcomes(tmp_path / "new") == {"notes.txt": "other"}
 
 
-def test_two_sources_of_one_name_are_errors_and_neither_wins(tmp_path):
+def test_two_sources_of_one_name_need_a_decision_and_neither_wins(tmp_path):
     old = tmp_path / "old"
     old.mkdir()
     for name in ("a.pth", "a.pt", "b.pth"):
         torch.save(zoos.weights(1), old / name)
     migration = run(old, tmp_path / "new", table=plain_table({"format": "safetensors"}))
-    assert migration.summary.outcomes == {Outcome.FAILED: 2, Outcome.REPAIRED: 1}
-    assert migration.summary.exit_code == 2
+    assert migration.summary.outcomes == {Outcome.DECISION: 2, Outcome.REPAIRED: 1}
+    assert migration.summary.exit_code == 1
     assert sorted(path.name for path in (tmp_path / "new").glob("*.safetensors")) == ["b.safetensors"]
 
 

@@ -131,6 +131,8 @@ def test_the_command_line_wins(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        pytest.param('[[files]]\nmatch = "a"\nmodel = "m:f"\ninput = ["x"]', '(a): input = "x": ', id="no input"),
+        pytest.param('[defaults]\nmodel = "m:f"\ndevice = "gpu"', 'device = "gpu": not a device', id="no device"),
         pytest.param("exclud = []", "there is no exclud; did you mean exclude?", id="a slip at the top"),
         pytest.param("[default]", "there is no default; did you mean [defaults]?", id="a slip in a table's name"),
         pytest.param("[[file]]", "there is no file; did you mean [[files]]?", id="a slip in a list's name"),
@@ -294,7 +296,7 @@ def test_options_of_a_model_without_any_model_are_refused(tmp_path):
 
 def test_the_models_of_a_table_come_with_the_first_place_that_names_them(tmp_path):
     text = '[[files]]\nmatch = "a"\nmodel = "m:f"\n[[files]]\nmatch = "b"\nmodel = "m:f"\n[[files]]\nmatch = "c"\n'
-    assert table_of(tmp_path, text).models() == {"m:f": "[[files]] 1 (a)"}
+    assert table_of(tmp_path, text).models() == {"m:f": f"{tmp_path / 'zoo.toml'}: [[files]] 1 (a)"}
     assert plain_table().models() == {}
 
 

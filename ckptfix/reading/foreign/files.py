@@ -165,7 +165,7 @@ def _joblib(content: Content) -> str | None:
 def _text(content: Content) -> str | None:
     head = content[:READ]
     text = as_text(head)
-    if text is None or len(head) < _LEAST_TEXT or looks_like_checkpoint(head):
+    if text is None or looks_like_checkpoint(head) or (len(head) < _LEAST_TEXT and text[0] != "<"):
         return None
     return name_content(text, len(content))
 

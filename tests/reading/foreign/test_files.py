@@ -88,6 +88,7 @@ def test_signatures_lead_to_one_answer_each() -> None:
         (b"BM" + struct.pack("<I", 60) + bytes(54), "a bitmap image"),
         (b"MZ" + bytes(58) + struct.pack("<I", 64) + b"PE\0\0", "of Windows"),
         (b"<html><title>Not Found</title>", 'a web page, "Not Found"'),
+        (b"<html>", "a web page, not a checkpoint"),
         (gzip.compress(b"<html><title>Not Found</title>", mtime=0), 'a web page, "Not Found"'),
         (b"HTTP/1.1 403 Forbidden\r\nA: b\r\nC: d\r\n\r\n<html>\r\n", '"403 Forbidden"'),
         (b"I am a text\n", '"I am a text"'),
