@@ -27,7 +27,7 @@ Some things cannot be carried over, and the finding remains:
   (torchao's quantised weights). Nothing is written: torch.load reads the file as it is (the latter after
   `import torchao`). `--ignore FIL102` writes their parts as data, which no module loads, as a check of that file says.
 - Tensors that an unknown function builds from a storage or another tensor, as subclasses of Parameter with a pickle of
-  their own have (geoopt); they are kept as such data.
+  their own have; they are kept as such data.
 - Parameters of lazy modules that never ran, which are empty.
 
 Notes list attributes that your class stores in a module (class names, strides, a configuration), which no state_dict

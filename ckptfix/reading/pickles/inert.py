@@ -27,7 +27,7 @@ from ckptfix.errors import hostile
 from ckptfix.reading.folders.rank_shards import local_part
 from ckptfix.reading.pickles.arrays import NumpyArray, bfloat16_again
 from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked, dtype_name, sizes
-from ckptfix.reading.pickles.payload import canonical, is_graph_code, is_known, is_union, spelled
+from ckptfix.reading.pickles.payload import canonical, is_graph_code, is_known, is_union, spelled, wrapped_call
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
 NAME_LIMIT = 1000  # characters of a dotted name that getattr builds
@@ -55,6 +55,9 @@ _PLAIN_TENSORS = frozenset(
     "torch.Tensor torch.nn.parameter.Parameter torch.nested._internal.nested_tensor.NestedTensor".split()
 )
 
+_OF_GEOOPT = "geoopt.tensor._rebuild_manifold_tensor"  # called with a keyword, by a `functools.partial`
+
+_NO_KEYWORDS: Mapping[str, Any] = {}
 _NO_BITS: Mapping[str, bool] = {}  # shared, because a file may have a hundred thousand tensors
 
 
@@ -98,10 +101,9 @@ def _globals_in(args: tuple[Any, ...]) -> Iterator[Global]:
     for arg in args:
         for value in arg if isinstance(arg, (list, tuple)) else (arg,):
             for _ in range(_WRAPPED):
-                if not (isinstance(value, Opaque) and canonical(str(value.cls)) == "functools.partial"):
+                if not isinstance(value, Opaque) or (held := wrapped_call(value)) is None:
                     break
-                made = value.state if isinstance(value.state, tuple) else value.args
-                value = made[0] if made else None
+                value = held[0]
             else:
                 value = Global("functools", "partial()")  # more layers hide what they wrap
             if isinstance(value, Global) and value.module != "torch":  # torch.strided; torch.load is judged by name
@@ -135,23 +137,23 @@ class InertTable(Struct):
     stored_bytes: int = 0
     _logical_bytes: int = 0
 
-    def call(self, function: Global, args: tuple[Any, ...]) -> Any:
-        """Return the inert value of ``function(*args)``; an ``Opaque`` if the table has no entry."""
+    def call(self, function: Global, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NO_KEYWORDS) -> Any:
+        """Return the inert value of ``function(*args, **kwargs)``; an ``Opaque`` if the table has no entry."""
         if (known := self._known.get(function)) is None:
             name = str(function)
             usual = canonical(name)
             known = self._known[function] = _TABLE.get(name) or _TABLE.get(usual), name, usual
         handler, name, usual = known
-        if handler is not None:
-            made = handler(self, *args)
+        if handler is not None and (not kwargs or usual == _OF_GEOOPT):
+            made = handler(self, *args, **kwargs)
             if made is not NotImplemented:
                 return made
         if not is_union(function, args):
             self.called.add(f"{name}()" if _goes_through(usual, args) else name)
         if usual.startswith(("torch.", "numpy.")):
             # These may call their arguments: the constructor of a bit generator, the schedule of a learning rate.
-            self.called.update(map(str, _globals_in(args)))
-        return Opaque(function, args)
+            self.called.update(map(str, _globals_in((*args, *kwargs.values()))))
+        return Opaque(function, args, kwargs) if kwargs else Opaque(function, args)
 
     def remarks(self) -> list[Fact]:
         """Return remarks on tensor subclasses and attributes of tensors."""
@@ -238,6 +240,18 @@ class InertTable(Struct):
         if function.name == "_rebuild_wrapper_subclass" and len(args) > 2:
             return local_part(cls, args[2], state)
         return self.call(function, args)
+
+    def on_manifold(self, *args: Any, build_fn: Any = None) -> Any:
+        """Stand in for ``_rebuild_manifold_tensor(*args, {}, class, manifold, requires_grad, build_fn=…)`` of geoopt by
+        the tensor that ``build_fn(*args)`` builds."""
+        if len(args) < 5 or not isinstance(build_fn, Global):
+            return NotImplemented
+        *inner, _, cls, _, requires_grad = args
+        made = self.call(build_fn, tuple(inner))
+        if not isinstance(made, TensorSpec) or not isinstance(cls, Global):
+            return NotImplemented
+        self.foreign[str(cls)] = None
+        return replace(made, is_parameter=cls.name == "ManifoldParameter", requires_grad=bool(requires_grad))
 
     def quantized(
         self, storage: Any, offset: int, size: Any, stride: Any, quantizer: Any, trained: Any = False, _: Any = None
@@ -441,6 +455,7 @@ _TABLE: Mapping[str, Callable[..., Any]] = {
     "torch.fx.graph_module.reduce_graph_module": InertTable.graph_module,
     "torch.fx.graph_module.reduce_package_graph_module": InertTable.package_graph_module,
     "torch_utils.persistence._reconstruct_persistent_obj": InertTable.persistent,
+    _OF_GEOOPT: InertTable.on_manifold,
     "numpy.core.multiarray._reconstruct": InertTable.array,
     "numpy.core.numeric._frombuffer": InertTable.array_from_buffer,
     "numpy.core._ufunc_reconstruct": ufunc,

@@ -21,7 +21,7 @@ from ckptfix.bytes.files import Buffer
 from ckptfix.bytes.limits import SLOT, Bounds
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import UnreadableError, damaged
-from ckptfix.reading.pickles.payload import is_block
+from ckptfix.reading.pickles.payload import wrapped_call
 from ckptfix.reading.pickles.stream import (
     MalformedError,
     NoOpcodeError,
@@ -46,7 +46,7 @@ FAR = 120  # bytes of an entry of the memo outside the row
 _ASKED = re.compile(rb"j(?=(....))|g(?=(\d{1,9}))", re.DOTALL)
 _RARELY = 16  # in an honest pickle, at most one of this many bytes looks like such an opcode
 _UNASKED = object()
-Caller = Callable[[Global, tuple[Any, ...]], Any]  # returns the inert value of a call
+Caller = Callable[..., Any]  # returns the inert value of a call: of a Global, arguments and keywords
 
 
 class Memo:
@@ -355,13 +355,17 @@ class PickleMachine(PickleStream):
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
         bounds.count_copies(*args)
         if type(function) is Global:
-            return bounds.make(Opaque(function, args, kwargs) if kwargs else self.call(function, args))
+            return bounds.make(self.call(function, args, kwargs or {}))
         if hasattr(function, "build"):
             raise MalformedError("a numpy array is called as a function")
         is_opaque = isinstance(function, Opaque)
+        if is_opaque and (held := wrapped_call(function)) is not None and type(held[0]) is Global:
+            # What a functools.partial calls is judged like any other call.
+            bounds.count_copies(*held)
+            return self.instantiate(held[0], (*held[1], *args), {**held[2], **(kwargs or {})})
         cls = function.cls if is_opaque else Global(type(function).__module__, type(function).__name__)
         name = cls.name if cls.name.endswith("()") else f"{cls.name}()"
-        if is_opaque and not is_block(function):  # Python refuses to call plain data, which damaged pickles do
+        if is_opaque:  # Python refuses to call plain data, which damaged pickles do
             self.called.add(f"{cls.module}.{name}")
         bounds.spend(_GLOBAL)
         return bounds.make(Opaque(Global(cls.module, name), (function, *args), kwargs or {}))

@@ -154,11 +154,18 @@ def runs_code(name: str) -> bool:
     return not is_trusted(name)
 
 
-def is_block(made: Opaque) -> bool:
-    """Return whether an object is ``functools.partial(new_block, ndim=2)``, which builds a block in pandas 1.3."""
-    parts = made.state if isinstance(made.state, tuple) else made.args
-    is_partial = str(made.cls) == "functools.partial" and bool(parts) and isinstance(parts[0], Global)
-    return is_partial and str(parts[0]) == "pandas.core.internals.blocks.new_block"
+def wrapped_call(made: Opaque) -> tuple[object, tuple[Any, ...], dict[str, Any]] | None:
+    """Return the function, arguments and keywords that a ``functools.partial`` holds; None for any other object.
+
+    The state that ``partial.__setstate__`` takes replaces all three."""
+    if canonical(str(made.cls)) != "functools.partial":
+        return None
+    if isinstance(made.state, tuple):
+        function, args, kwargs = made.state[:3] if len(made.state) == 4 else (None, (), {})
+    else:
+        function, args, kwargs = made.args[0] if made.args else None, made.args[1:], dict(made.kwargs)
+    is_complete = isinstance(args, tuple) and isinstance(kwargs, dict | None)
+    return (function, args, kwargs or {}) if is_complete else (None, (), {})
 
 
 def is_union(function: Global, args: tuple[object, ...]) -> bool:

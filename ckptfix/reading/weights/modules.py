@@ -98,7 +98,7 @@ class _Gatherer(Struct):
             transient = frozenset()
         for name, value in (*parts["_parameters"].items(), *parts["_buffers"].items()):
             is_kept = isinstance(value, TensorSpec) or is_uninitialized(value)
-            # A subclass of Parameter that pickles as a call of its own, as geoopt's, is opaque.
+            # A subclass of Parameter that pickles as a call of its own is opaque.
             is_kept = is_kept or (isinstance(value, Opaque) and self._holds_tensors(value))
             if is_kept and name not in transient:
                 self.entries[f"{prefix}{name}"] = value

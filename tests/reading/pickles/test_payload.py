@@ -165,9 +165,9 @@ PATHS = pathlib.Path.__module__  # `pathlib._local` in Python 3.13
     [
         (Calls(pathlib.Path.write_text, "x"), [f"{PATHS}.Path.write_text"]),
         (Calls(map, pathlib.Path.unlink, ["x"]), ["builtins.map", f"{PATHS}.Path.unlink"]),
-        (Calls(Calls(functools.partial, torch.nn.init.zeros_, 1)), ["functools.partial"]),
+        (Calls(Calls(functools.partial, torch.nn.init.zeros_, 1)), ["torch.nn.init.zeros_"]),
     ],
-    ids=["a method", "a function that calls", "the result of a call"],
+    ids=["a method", "a function that calls", "a function with its arguments"],
 )
 def test_what_a_pickle_calls_is_remarked(value, names):
     if isinstance(value.call[0], Calls):
@@ -199,6 +199,26 @@ def test_a_function_that_is_wrapped_over_and_over_is_hidden():
     for _ in range(20):
         made = b"cfunctools\npartial\n(" + made + b"tR"
     assert found(b"ctorch.optim.lr_scheduler\nLambdaLR\n(N" + made + b"tR.") == ["functools.partial"]
+
+
+@pytest.mark.parametrize(
+    ("function", "state", "names"),
+    [
+        ("mymodel.rebuild", b"", []),
+        ("collections.deque", b"", []),
+        ("torch.nn.init.zeros_", b"", ["torch.nn.init.zeros_"]),
+        ("builtins.map", b"", ["builtins.map"]),
+        ("collections.deque", b"(cmymodel\nrebuild\n(t}Ntb", []),
+        ("collections.deque", b"(ctorch.nn.init\nzeros_\n(t}Ntb", ["torch.nn.init.zeros_"]),
+        ("mymodel.rebuild", b"(I1\ntb", ["functools.partial"]),
+        ("mymodel.rebuild", b"(cfunctools\npartial\n)R(t}Ntb", ["functools.partial"]),
+    ],
+)
+def test_a_call_of_a_partial_is_a_call_of_its_function(function, state, names):
+    """The second half of the rows sets its state, as ``partial.__setstate__`` does."""
+    module, _, name = function.rpartition(".")
+    made = f"cfunctools\npartial\n(c{module}\n{name}\ntR".encode()
+    assert found(b"\x80\x02" + made + state + b"(I7\ntR.") == names
 
 
 def test_a_name_that_is_called_is_remarked_once():

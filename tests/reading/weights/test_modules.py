@@ -1,5 +1,7 @@
+import functools
 import pickle
 import sys
+from collections import OrderedDict
 from types import ModuleType
 from typing import Any
 
@@ -68,6 +70,37 @@ def test_a_parameter_that_its_own_function_builds_is_never_left_out_in_silence(w
         report = ckptfix.check(file)
         (finding,) = (each for each in report.findings if each.level is Level.ERROR)
         assert (finding.code, finding.keys, report.exit_code) == ("FIL102", ("weight",), 1)
+
+
+class ManifoldParameter(torch.nn.Parameter):
+    """Pickles as the class of this name in geoopt does."""
+
+    __module__ = "geoopt.tensor"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        build, args = super().__reduce_ex__(protocol)
+        of_manifold: tuple[Any, ...] = ({}, ManifoldParameter, OrderedDict(c=1.0), self.requires_grad)
+        return functools.partial(_rebuild_manifold_tensor, build_fn=build), args + of_manifold
+
+
+def _rebuild_manifold_tensor(*args: Any, build_fn: Any) -> torch.Tensor:
+    made: torch.Tensor = build_fn(*args[:-4])
+    return made
+
+
+_rebuild_manifold_tensor.__module__ = "geoopt.tensor"
+
+
+def test_a_parameter_on_a_manifold_of_geoopt_keeps_its_bits(tmp_path, monkeypatch):
+    geoopt = ModuleType("geoopt.tensor")
+    geoopt.__dict__.update(ManifoldParameter=ManifoldParameter, _rebuild_manifold_tensor=_rebuild_manifold_tensor)
+    monkeypatch.setitem(sys.modules, "geoopt", geoopt)
+    monkeypatch.setitem(sys.modules, "geoopt.tensor", geoopt)
+    model = torch.nn.Linear(2, 2)
+    model.weight = ManifoldParameter(torch.rand(2, 2))
+    report = ckptfix.repair(saved(model, tmp_path), output=tmp_path / "out.pth").report
+    assert (report.exit_code, {finding.code for finding in report.findings}) == (0, {"FIL102"})
+    same(torch.load(tmp_path / "out.pth"), model.state_dict(), strides=False)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
