@@ -16,7 +16,7 @@ _BESIDE = re.compile(
     r"(?P<path>(.*\.)?)(?P<part>SCB|weight_format|[qQ]weight|qzeros|scales|g_idx|W_q|weight_packed|weight_shape"
     r"|weight_zero_point|_weight_(qdata|scale|zero_point|scale_and_zero|tensor_impl_\w+)|comfy_quant"
     r"|q_(weight|groups|invperm)|trellis|su|sv|suh|svh|mcg|mul1|biases"
-    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)|weight\._(data|scale|shift)"
+    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)|weight\._(data(\._data)?|scale|shift)"
     r"|\w*scale\w*)"
 )
 
@@ -29,6 +29,7 @@ _NAMES = (
     ("weight_packed", "compressed-tensors"),
     ("W_q", "HQQ"),
     ("weight._data", "Quanto"),
+    ("weight._data._data", "Quanto"),
     ("q_weight", "EXL2"),
     ("trellis", "EXL3"),
     ("_weight_qdata", "torchao"),

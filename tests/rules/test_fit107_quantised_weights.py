@@ -118,6 +118,12 @@ REFUSED = {
     "4-bit": {"weight": BYTES, "weight.absmax": torch.ones(9), "weight.quant_state.bitsandbytes__nf4": BYTES[:80]},
     "packed": {"weight_packed": WORDS, "weight_scale": torch.ones(OUT, 1), "weight_shape": torch.tensor([OUT, IN])},
     "HQQ": {"W_q": WORDS},
+    "Quanto": {"weight._data": torch.ones(OUT, IN, dtype=torch.int8), "weight._scale": torch.ones(OUT, 1)},
+    "Quanto with 4 bits": {
+        "weight._data._data": torch.ones(OUT // 2, IN, dtype=torch.uint8),
+        "weight._scale": torch.ones(OUT, 1),
+        "weight._shift": torch.ones(OUT, 1),
+    },
     "torchao": {"_weight_qdata": torch.ones(OUT, IN, dtype=torch.int8), "_weight_scale": torch.ones(OUT, 1)},
     "int8 in tiles": {
         "weight": torch.ones(OUT, IN, dtype=torch.int8),
