@@ -18,8 +18,17 @@ from ckptfix.core.parts import Part, Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
 from ckptfix.maps.optimizer_states import BLOCKWISE, SCALARS, Optimizer, beginning, logical_shape, values_in
-from ckptfix.maps.positions import NAMED, Naming, named_by_itself, stored_names
-from ckptfix.maps.recipes import ORDERS_BY_NAME, Layout, Order, Recipe, number_of
+from ckptfix.maps.recipes import (
+    NAMED,
+    ORDERS_BY_NAME,
+    Layout,
+    Naming,
+    Order,
+    Recipe,
+    named_by_itself,
+    number_of,
+    stored_names,
+)
 from ckptfix.rules.origins import Change
 from ckptfix.rules.position_names import (
     ORDERS,

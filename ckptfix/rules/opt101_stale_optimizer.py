@@ -66,7 +66,7 @@ from ckptfix.core.finding import MODEL, Applicability, Finding, Fix, Level, Reme
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_in
-from ckptfix.maps.positions import Naming, named_by_itself
+from ckptfix.maps.recipes import Naming, named_by_itself
 from ckptfix.rules.following import Followed, rivals, ways
 from ckptfix.rules.origins import NEW, Change
 from ckptfix.rules.position_names import is_listed_anew, readings, with_owners

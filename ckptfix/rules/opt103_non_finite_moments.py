@@ -32,7 +32,7 @@ from ckptfix.maps.optimizer_states import (
     optimizers_of,
     values_in,
 )
-from ckptfix.maps.positions import stored_names
+from ckptfix.maps.recipes import stored_names
 from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
 from ckptfix.rules.rule import Context, Rule
 

@@ -24,7 +24,7 @@ from typing import Any
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.plan import Plan
 from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_of, values_in
-from ckptfix.maps.positions import Naming
+from ckptfix.maps.recipes import Naming
 from ckptfix.rules.following import ways
 from ckptfix.rules.origins import Change
 from ckptfix.rules.rule import Context, Rule

@@ -18,17 +18,20 @@ from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
 from ckptfix.maps.optimizer_states import Optimizer, fits
-from ckptfix.maps.positions import Naming, named_by_itself, namings, runs_of, stored_names
 from ckptfix.maps.recipes import (
     ORDERS_BY_NAME,
     OUTER,
     RECIPES,
     Layout,
+    Naming,
     Order,
     Recipe,
     have_lost_a_prefix,
     may_list,
+    named_by_itself,
+    namings,
     own_groups,
+    stored_names,
 )
 from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.origins import Change, may_learn
@@ -50,7 +53,7 @@ def scopes(change: Change) -> Iterator[OptimizerScope]:
     orders += [("the model's order", order) for order in change.model_orders if not orders or order != orders[0][1]]
     known = change.modules
     for whose, order in orders:
-        firsts = runs_of(order)
+        parts = dict.fromkeys(bare(key).partition(".")[0] for key in order)
         chosen: list[tuple[list[str], Callable[[str], bool], str]] = [(order, lambda key: True, "")]
         forms: list[str] = []
         if change.kinds:  # a tensor that the model lacks may have been a buffer
@@ -65,8 +68,8 @@ def scopes(change: Change) -> Iterator[OptimizerScope]:
                 if 0 < len(keys) < len(order):
                     forms.append(f"{'of' if is_inside else 'outside'} the {what}")
                     chosen.append((keys, takes, forms[-1]))
-        if 1 < len(firsts) <= 16:
-            for name, is_inside in product(firsts, (True, False) if len(firsts) > 2 else (True,)):
+        if 1 < len(parts) <= 16:
+            for name, is_inside in product(parts, (True, False) if len(parts) > 2 else (True,)):
                 takes = _in_part(name, is_inside)
                 chosen.append((list(filter(takes, order)), takes, f"{'of' if is_inside else 'outside'} {name}"))
         for keys, takes, what in chosen:

@@ -12,8 +12,7 @@ from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.maps.optimizer_states import optimizers_in
-from ckptfix.maps.positions import named_by_itself, namings
-from ckptfix.maps.recipes import Layout
+from ckptfix.maps.recipes import Layout, named_by_itself, namings
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.roles import is_buffer
 from ckptfix.values.statistics import tensor_statistics

@@ -10,8 +10,7 @@ from torch import nn
 
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import fits, optimizers_in
-from ckptfix.maps.positions import named_by_itself, namings
-from ckptfix.maps.recipes import RECIPES, Layout, may_list
+from ckptfix.maps.recipes import RECIPES, Layout, may_list, named_by_itself, namings
 from ckptfix.reading.opening import open_file
 
 
