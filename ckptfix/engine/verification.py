@@ -1,11 +1,7 @@
 """Reopens a written file and compares it with what should have been written, down to the last byte.
 
 Most bytes were read back when they were copied or computed. If the reopened file has a tensor in such a range, at the
-same distance from its source, they are not read again; all others are.
-
-Ranges of files are read by threads into reused buffers, because allocating memory for each block would take longer than
-reading. Memory-mapping would be a little faster, but a source that is truncated meanwhile would then kill the process
-instead of raising an error."""
+same distance from its source, they are not read again; all others are."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from typing import Any, NamedTuple
 
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import Content, are_equal, located, stream
-from ckptfix.bytes.threads import THREADS, background, batched
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.metadata import metadata_text
 from ckptfix.core.objects import tensors_in
@@ -31,10 +26,6 @@ from ckptfix.reading.formats import read_document
 from ckptfix.writing.output import Written
 from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras
-
-# Bytes a thread compares per task: signals are handled between tasks, and smaller tasks cost more than they save.
-BATCH = 32 << 20
-WINDOW = 512 << 10  # bytes compared at once, small enough for the processor's cache
 
 
 def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequence[Written] = ()) -> None:
@@ -114,9 +105,8 @@ def _difference(written: Checkpoint, expected: Checkpoint) -> str:
 
 
 class _Range(NamedTuple):
-    """Bytes of a key, from ``offset`` in their source and ``start`` in the written file."""
+    """Bytes from ``offset`` on in their source, and from ``start`` on in the written file."""
 
-    key: str
     source: OpenFile | ByteSource
     offset: int
     file: OpenFile
@@ -167,31 +157,16 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
     task = Task(f"comparing {expected.path}", sum(spec.nbytes for _, spec, _ in pairs))
     known = 0
     of_files: dict[int, bool] = {}
-    ranges: list[_Range] = []
-    made: list[tuple[str, TensorSpec, TensorSpec]] = []
     for key, spec, other_spec in pairs:
         for before, after in zip(spec.strided_parts(), other_spec.strided_parts(), strict=True):
-            pair = _range(key, before, after, of_files)
+            pair = _range(before, after, of_files)
             if pair is not None and read_back.has(pair):
                 known += pair.nbytes
-            elif pair is not None and isinstance(pair.source, OpenFile):
-                ranges += _pieces(pair)
-            else:
-                made.append((key, before, after))
-    task.advance(known)
-    if not ranges and not made:
-        return ""
-    with background(THREADS) as pool:
-        batches = batched(ranges, lambda pair: pair.nbytes, BATCH)
-        compared = [(batch, pool.submit(_first_difference, batch)) for batch in batches]
-        for key, before, after in made:
-            if not _same_blocks(before, after, expected.path):
+            elif not _same_blocks(before, after, expected.path):
                 return f"the bytes of {key}"
-            task.advance(before.nbytes)
-        for batch, outcome in compared:
-            if differing := outcome.result():
-                return f"the bytes of {differing}"
-            task.advance(sum(pair.nbytes for pair in batch))
+            else:
+                task.advance(before.nbytes)
+    task.advance(known)
     return ""
 
 
@@ -200,7 +175,7 @@ def _is_same_view(before: TensorSpec, after: TensorSpec) -> bool:
     return before.strides == after.strides and before.math_bits == after.math_bits
 
 
-def _range(key: str, before: TensorSpec, after: TensorSpec, of_files: dict[int, bool]) -> _Range | None:
+def _range(before: TensorSpec, after: TensorSpec, of_files: dict[int, bool]) -> _Range | None:
     """Return the range of bytes of a tensor, None if it is not one range in the same order on both sides."""
     if before.storage is None or after.storage is None or not _is_same_view(before, after):
         return None
@@ -215,30 +190,7 @@ def _range(key: str, before: TensorSpec, after: TensorSpec, of_files: dict[int, 
         if not of_files[parts]:
             return None  # otherwise a change of the source would go unnoticed
     whole, first = (before.storage.source, 0) if source is None else (source.file, source.offset)
-    return _Range(key, whole, first + offset, file.file, file.offset + start, stop - offset)
-
-
-def _pieces(pair: _Range) -> Iterator[_Range]:
-    """Yield the range in pieces of at most ``BATCH``."""
-    key, source, offset, file, start, nbytes = pair
-    for done in range(0, nbytes, BATCH):
-        yield _Range(key, source, offset + done, file, start + done, min(BATCH, nbytes - done))
-
-
-def _first_difference(batch: list[_Range]) -> str | None:
-    """Return the key of the first range that differs."""
-    size = min(WINDOW, max(pair.nbytes for pair in batch))
-    left, right = bytearray(size), bytearray(size)
-    for key, source, offset, file, start, nbytes in batch:
-        assert isinstance(source, OpenFile), "what makes its bytes is compared block by block"
-        for done in range(0, nbytes, WINDOW):
-            count = min(WINDOW, nbytes - done)
-            source.fill(memoryview(left)[:count], offset + done)
-            file.fill(memoryview(right)[:count], start + done)
-            # The rest of both buffers is equal from earlier rounds.
-            if left != right:
-                return key
-    return None
+    return _Range(whole, first + offset, file.file, file.offset + start, stop - offset)
 
 
 def _same_blocks(before: TensorSpec, after: TensorSpec, path: str) -> bool:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ckptfix.bytes import sources
-from ckptfix.engine import verification
 from ckptfix.engine.verification import verify
 from ckptfix.errors import UnreadableError, WriteError
 from tests.reading.files import opened, saved, write
@@ -106,7 +105,7 @@ def test_a_file_that_does_not_open_is_not_delivered(tmp_path):
 
 
 def many_sizes() -> dict[str, torch.Tensor]:
-    """Tensors smaller than a window, of several windows and a rest, and of exact windows, for small windows."""
+    """Tensors smaller than a block, of several blocks and a rest, and of exact blocks, for small blocks."""
     generator = torch.Generator().manual_seed(0)
     sizes = {"small": 3, "rest": 333, "exact": 256, "batches": 5000, "last": 1}
     weights = {key: torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for key, n in sizes.items()}
@@ -115,8 +114,8 @@ def many_sizes() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def in_small_steps(monkeypatch):
-    monkeypatch.setattr(verification, "WINDOW", 64)
-    monkeypatch.setattr(verification, "BATCH", 1000)
+    monkeypatch.setattr(sources, "BLOCK", 64)
+    monkeypatch.setattr(sources, "_BUFFERS", deque())
     monkeypatch.setattr(sources, "PIECE", 16)
 
 
