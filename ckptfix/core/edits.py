@@ -169,7 +169,7 @@ class Assemble(Edit, frozen=True, tag="assemble"):
     @classmethod
     def reshape(cls, key: str, dtype: str, before: Shape, shape: Shape) -> Assemble:
         """Return the edit that reshapes a tensor."""
-        return cls(key, dtype, shape, (Part(key, full(before), full(shape)),))
+        return cls(key, dtype, shape, (Part.whole(key, before, shape),))
 
     @property
     def is_reshape(self) -> bool:

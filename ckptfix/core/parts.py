@@ -34,6 +34,11 @@ class Part(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         if prod(seen) != self.numel or (self.axes and sorted(self.axes) != list(range(len(seen)))):
             raise ValueError("the view or the axes do not fit the box")
 
+    @classmethod
+    def whole(cls, source: str, shape: Shape, into: Shape | None = None) -> Part:
+        """Return the part that is a whole tensor of this shape, reshaped ``into`` another one if that is given."""
+        return cls(source, full(shape), full(shape if into is None else into))
+
     @property
     def numel(self) -> int:
         return numel(self.box)

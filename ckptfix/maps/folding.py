@@ -9,7 +9,7 @@ from itertools import groupby
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Box, Part, Shape, Shapes, extent, full
+from ckptfix.core.parts import Box, Part, Shape, Shapes, extent
 from ckptfix.core.rename_map import LABELS, MapRule, RenameMap
 from ckptfix.maps.elements import normal
 from ckptfix.maps.layout import Cut, Rearrange, Some, Steps, shares
@@ -46,11 +46,7 @@ def fold(inference: Inference) -> RenameMap:
 
     Keys that no rule can express are among the missing ones."""
     source, target = inference.source, inference.target
-    moved = {
-        key: match
-        for key, match in inference.matches.items()
-        if match.parts != (Part(key, full(target[key]), full(target[key])),)
-    }
+    moved = {key: match for key, match in inference.matches.items() if match.parts != (Part.whole(key, target[key]),)}
     order = {key: at for at, key in enumerate(source)}
     components = sorted(_components(moved), key=lambda keys: order[moved[keys[0]].parts[0].source])
     found = {tuple(keys): _instance(keys, moved, source, target) for keys in components}

@@ -159,8 +159,7 @@ def spelled(source: Shapes, target: Shapes) -> Inference | None:
     ]
     if len(fitting) != 1 or all(key == name for key, name in fitting[0].items()):
         return None
-    shapes = {key: full(source[name]) for key, name in fitting[0].items()}
-    matches = {key: Match((Part(name, shapes[key], shapes[key]),), Label.CERTAIN) for key, name in fitting[0].items()}
+    matches = {key: Match((Part.whole(name, source[name]),), Label.CERTAIN) for key, name in fitting[0].items()}
     return Inference(matches, source, target, origin="spelling")
 
 
@@ -383,7 +382,7 @@ def _match_leftovers(inference: Inference, kernels: int) -> None:
             bias, own = (name.rpartition(".")[0] + ".bias" for name in (key, into))
             shapes = inference.source.get(bias, ()), inference.target.get(own, ())
             if kernels and own not in inference.matches and prod(shapes[0]) == prod(shapes[1]) > 1:
-                inference.matches[own] = Match((Part(bias, full(shapes[0]), full(shapes[1])),), label)
+                inference.matches[own] = Match((Part.whole(bias, *shapes),), label)
 
 
 def _reshaped(key: str, shape: Shape, wanted: Shape, kernels: int) -> Part | None:
@@ -410,5 +409,4 @@ def _match_counters(inference: Inference) -> None:
         if match:
             counter = match.parts[0].source.rpartition(".")[0] + "." + COUNTER
             if counter in inference.source and inference.source[counter] == inference.target[key]:
-                shape = full(inference.target[key])
-                inference.matches[key] = Match((Part(counter, shape, shape),), match.label)
+                inference.matches[key] = Match((Part.whole(counter, inference.target[key]),), match.label)

@@ -10,7 +10,7 @@ from math import prod
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, Shape, Shapes, full
+from ckptfix.core.parts import Part, Shape, Shapes
 from ckptfix.core.rename_map import AMBIGUOUS, MapRule, RenameMap
 from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, PlanError, UsageError
@@ -134,7 +134,7 @@ class ParsedRule(Struct, frozen=True):
             values = {**values, **dict(zip(numbers, choices.pop(), strict=True))}
         if self.steps == Steps():
             ((key, shape),) = grid[0]
-            yield pattern.key(values), Move(shape, (Part(key, full(shape), full(shape)),), self.rule)
+            yield pattern.key(values), Move(shape, (Part.whole(key, shape),), self.rule)
             return
         first = target.get(pattern.key({**values, **extra})) if target is not None else None
         wanted: list[int | None] | None = None

@@ -36,7 +36,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.coverage import obstacles
 from ckptfix.core.edits import Assemble, Edit, renames
 from ckptfix.core.finding import Finding, Fix, Level, advise, counted
-from ckptfix.core.parts import Part, full
+from ckptfix.core.parts import Part
 from ckptfix.core.rename_map import AMBIGUOUS, RenameMap
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
@@ -75,8 +75,7 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
         raise UsageError(f"{checkpoint.path}: ", *error.args) from error
     for key, move in moves.items():
         (part, *others) = move.parts
-        whole = full(shapes[part.source])
-        if not others and shapes[part.source] == move.shape and part == Part(part.source, whole, whole):
+        if not others and part == Part.whole(part.source, shapes[part.source]):
             edits += renames({key_of[part.source]: key})
         else:
             entry = entries[part.source]

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Assemble, Edit, Rename
-from ckptfix.core.parts import Part, full, shape_of, used_in_full
+from ckptfix.core.parts import Part, shape_of, used_in_full
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.maps.inference import infer_tied, others
@@ -108,13 +108,12 @@ def _is_in_doubt(key: str, match: Match, moves: Moves) -> bool:
 def _is_there(match: Match, inference: Inference, checkpoint: Checkpoint) -> bool:
     """Return whether the file has the tensors of a match; of a tensor in parts, only a rename is possible."""
     part, *others = match.parts
-    whole = full(inference.source[part.source])
-    is_renamed = not others and part == Part(part.source, whole, whole)
+    is_renamed = not others and part == Part.whole(part.source, inference.source[part.source])
     return is_renamed or all(each.source in checkpoint.specs for each in match.parts)
 
 
 def stays(key: str, match: Match, inference: Inference) -> bool:
-    return keeps_name(key, match) and match.parts == (Part(key, *2 * (full(inference.source[key]),)),)
+    return keeps_name(key, match) and match.parts == (Part.whole(key, inference.source[key]),)
 
 
 def edits_of(moves: Moves, checkpoint: Checkpoint) -> Iterator[Edit]:
@@ -125,7 +124,7 @@ def edits_of(moves: Moves, checkpoint: Checkpoint) -> Iterator[Edit]:
         spec = checkpoint.specs.get(part.source)
         if spec is None:
             yield from starmap(Rename, renamed_parts(part.source, key, parts[part.source]).items())
-        elif not others and part == Part(part.source, full(spec.shape), full(spec.shape)):
+        elif not others and part == Part.whole(part.source, spec.shape):
             new[part.source] = key
             yield Rename(part.source, key)
         else:

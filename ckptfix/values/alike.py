@@ -42,9 +42,7 @@ def by_values(
             found[key] = other
     found |= _equal_ones(found, source, target, ours, theirs)
     taken = set(found.values())
-    matches = {
-        key: Match((Part(other, full(target[key]), full(target[key])),), Label.CERTAIN) for key, other in found.items()
-    }
+    matches = {key: Match((Part.whole(other, target[key]),), Label.CERTAIN) for key, other in found.items()}
     for key, match in inference.matches.items() if inference is not None else ():
         if key not in found and not any(part.source in taken for part in match.parts):
             matches[key] = _confirmed(key, match, ours, theirs)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, Shape, Shapes, full
+from ckptfix.core.parts import Part, Shape, Shapes
 from ckptfix.core.rename_map import MapRule, RenameMap, read_map
 from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, PlanError, UsageError
@@ -178,7 +178,7 @@ def _inference_of(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source:
     for key, shape in target.items():
         moves = [moves[key] for _, moves in found if key in moves]
         if not moves and key in source:
-            matches[key] = Match((Part(key, full(shape), full(shape)),), Label.CERTAIN)
+            matches[key] = Match((Part.whole(key, shape),), Label.CERTAIN)
         elif moves:
             parts = moves[0].parts
             label = Label.LIKELY if any(move.rule.label for move in moves) else Label.CERTAIN
