@@ -131,7 +131,9 @@ def test_the_command_line_wins(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        pytest.param('[[files]]\nmatch = "a"\nmodel = "m:f"\ninput = ["x"]', '(a): input = "x" is neither', id="no input"),
+        pytest.param(
+            '[[files]]\nmatch = "a"\nmodel = "m:f"\ninput = ["x"]', '(a): input = "x" is neither', id="no input"
+        ),
         pytest.param('[defaults]\nmodel = "m:f"\ndevice = "gpu"', 'device = "gpu": not a device', id="no device"),
         pytest.param("exclud = []", "there is no exclud; did you mean exclude?", id="a slip at the top"),
         pytest.param("[default]", "there is no default; did you mean [defaults]?", id="a slip in a table's name"),

@@ -88,7 +88,7 @@ def _elements(
         if line["source"] in numbers:
             yield from layers.elements(numbers.pop(line["source"]), line)
     manuals = {rule.code: rule.manual for rule in RULES if rule.code in entries.levels}
-    found = {"levels": entries.levels, "commands": entries.commands, "prices": entries.prices, "manuals": manuals}
+    found = {"levels": entries.levels, "commands": entries.commands, "manuals": manuals}
     yield data_element("run", script_json({**run, **found, "columns": COLUMNS, "left_out": layers.left_out}))
 
 

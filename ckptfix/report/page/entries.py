@@ -46,9 +46,9 @@ class Entries:
         self._dry_run = dry_run
         self.levels: dict[str, str] = {}  # the worst level of each code in the files so far
         # The command of the recommended decision on each file that needs one, up to `MOST_COMMANDS`. A file whose
-        # recommended decision needs a value from the user has none: its other command only accepts the file.
+        # recommended decision needs a value from the user has none: its other command only accepts the file. Nor has
+        # one that would leave weights untrained or do without lost ones: the page of the file shows its commands.
         self.commands: dict[str, str] = {}
-        self.prices: dict[str, str] = {}  # what the command leaves untrained
 
     def row(self, record: Mapping[str, Any]) -> list[Any]:
         """Return a row of the table, in the order of ``COLUMNS``."""
@@ -61,11 +61,9 @@ class Entries:
             levels = (finding["level"], self.levels.get(finding["code"], LEVELS[0]))
             self.levels[finding["code"]] = max(levels, key=LEVELS.index)
         ways = record.get("decisions") or [{"command": record.get("command")}]
-        if ways[0]["command"] and len(self.commands) < MOST_COMMANDS:
-            self.commands[record["source"]] = ways[0]["command"]
-            if price := ways[0].get("price"):
-                self.prices[record["source"]] = price
-        outcome = record["outcome"]
+        command, outcome = ways[0]["command"], record["outcome"]
+        if command and not (ways[0].get("price") or " --salvage" in command) and len(self.commands) < MOST_COMMANDS:
+            self.commands[record["source"]] = command
         return [
             record["source"],
             "can be repaired" if self._dry_run and outcome == "repaired" else outcome,

@@ -364,7 +364,7 @@ def test_the_commands_of_all_decisions_are_copied_together(browser, show):
     ]
     ways[0]["price"] = "`fc` becomes untrained: 2.5 % of the model"
     show([undecided("a.pth") | {"command": ways[0]["command"], "decisions": ways}, record("c")])
-    assert texts(browser, "#decisions .price li") == ["a.pth: `fc` becomes untrained: 2.5 % of the model"]
+    assert texts(browser, "#decisions pre") == []
     go(browser, "#/a.pth")
     assert texts(browser, "#file .command pre") == [way["command"] for way in ways]
     assert texts(browser, "#file .price") == ["`fc` becomes untrained: 2.5 % of the model"]

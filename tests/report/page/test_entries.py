@@ -65,14 +65,18 @@ def test_the_account_of_an_undecided_file():
     assert "fixed" not in details["findings"][1]
 
 
-def test_no_file_is_accepted_along_with_others():
-    """The user has to fill in a value of the recommended repair: only the page of the file has the other ways."""
+def test_no_file_is_accepted_or_loses_weights_along_with_others():
+    """Only the page of a file has the ways that need a value from the user, and those that cost weights."""
     ways = [
         {"options": {"fill": "FILE"}, "text": "", "command": None},
         {"options": {}, "text": "", "command": "accept"},
     ]
+    priced = [{"options": {"fill": "target"}, "text": "", "command": "fill", "price": "`fc` becomes untrained"}]
+    damaged = [{"text": "", "command": "ckptfix repair d.pth --salvage --fill target", "price": ""}]
     entries = Entries()
     for line in (record("a.pth", command="repair"), record("b.pth", command="accept", decisions=ways)):
+        entries.row(line)
+    for line in (record("c.pth", decisions=priced), record("d.pth", decisions=damaged)):
         entries.row(line)
     assert entries.commands == {"a.pth": "repair"}
 

@@ -127,12 +127,11 @@ function showPairs(section, list, pairs) {
   document.getElementById(list).append(...facts(pairs));
 }
 
-/** The recommended commands of all files, to copy together. */
+/** The recommended commands that cost no weights, to copy together. */
 function showDecisions() {
   const commands = Object.values(run.commands);
   document.getElementById("decisions-section").hidden = commands.length === 0;
-  const prices = Object.entries(run.prices).map(([source, price]) => el("li", {}, name(source), `: ${shown(price)}`));
-  if (commands.length) document.getElementById("decisions").append(commandBox(...commands), el("ul", { className: "price", hidden: !prices.length }, prices));
+  if (commands.length) document.getElementById("decisions").append(commandBox(...commands));
 }
 
 function showRenames() {
