@@ -132,15 +132,19 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; what begins with a dash and has a space is no option of ``explain``, but a pasted text.
-        Raises click's ``UsageError`` for a second file of ``repair``."""
+        Raises click's ``UsageError`` for a second file of ``repair``, and for an option of other commands."""
         if self.name == "explain":
             args = [f"\n{each}" if re.match(r"-[^\s=]*\s|-{3,}$", each) else each for each in args]
-        if self.name != "repair":
-            return super().parse_args(ctx, args)
-        ctx.allow_extra_args = True
-        if super().parse_args(ctx, args):
+        ctx.allow_extra_args = self.name == "repair"
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if homes := _commands_with(error.option_name):
+                ctx.fail(f"{error.option_name} is an option of {', '.join(homes)}, not of {self.name}")
+            raise
+        if rest and self.name == "repair":
             ctx.fail("repair takes one file; for many: ckptfix migrate SRC DST")
-        return []
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the arguments, then the options by group."""
@@ -156,6 +160,13 @@ class Command(click.Command):
             if rows := [row for name in dict.fromkeys(names) if (row := shown.get(name)) is not None]:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+
+
+def _commands_with(flag: str) -> list[str]:
+    """Return the commands that have an option."""
+    from ckptfix.core.options import options_of
+
+    return [name for name in COMMANDS if any(flag in (each.long, each.no) for each in options_of(name))]
 
 
 def run(words: Sequence[str] | None = None) -> None:

@@ -123,11 +123,18 @@ def advice_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
         return
     yield (Span("left:", "strong"),)
     explained = _explained(remaining)
+    by_text: dict[str, list[Finding]] = {}  # missing and unexpected keys often have the same advice
     for finding in remaining:
         by = _covering(finding, explained)
         share = "" if by.total() == len(finding.keys) else f"{by.total()} of "
-        if text := f"the fix of {', '.join(by)} covers {share}these keys" if by else _text(finding, presentation):
-            yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
+        text = f"the fix of {', '.join(by)} covers {share}these keys" if by else _text(finding, presentation)
+        by_text.setdefault(text, []).append(finding)
+    by_text.pop("", None)
+    for text, findings in by_text.items():
+        names: list[str | Span] = []
+        for each in findings:
+            names += [", " if names else "  ", Span(each.code, each.level.name.lower()), f" {each.name}"]
+        yield (*names, f": {text}")
     for number, (choices, price) in enumerate(_ways(report, presentation)):
         if not number and (download := _download(report.source)):
             yield ("first: ", Span(download, "command"))

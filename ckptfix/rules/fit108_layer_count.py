@@ -70,13 +70,23 @@ def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Findin
             f"{f', {what}' if edits or is_settled else ''}",
             evidence={"file": old, "model": new},
             fix=Fix.requested(edits) if edits else None,
-            remedies=(Remedy.of("starts the model with these layers of the file", adapt=Placeholder("depth=LAYERS")),),
+            remedies=(
+                Remedy.of(
+                    "starts the model with these layers of the file, or others",
+                    adapt=Placeholder(f"depth={_spread(stack)}"),
+                ),
+            ),
             blocks=Blocks.NOTHING if is_settled or edits else Blocks.FILLING,
         )
     for text, each in given.items():
         if each not in used:
             words = f"{text} fits no layers: no stack of equal layers has another depth"
             yield rule.finding(Level.NOTE, words, evidence={IDLE: [text]})
+
+
+def _spread(stack: Stack) -> str:
+    """Return the value of ``depth`` that spreads the file's layers evenly over the model's."""
+    return ",".join(str(layer * stack.old // stack.new) for layer in range(stack.new))
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, tuple[int, LayerShapes]]:
@@ -97,12 +107,11 @@ def _layers(asked: Adaptation, stack: Stack) -> tuple[int, ...]:
     """Return the file's layer for each layer of the model. Raises ``UsageError`` if their number is wrong."""
     layers = asked.layers()
     if len(layers) != stack.new or max(layers) >= stack.old:
-        even = ",".join(str(n * stack.old // stack.new) for n in range(stack.new))
         raise UsageError(
             Opt("adapt", asked.text),
             f" names {counted(len(layers), 'layer')} up to {max(layers)}; {stack.path} has {stack.old} in the file, "
             f"from 0, and {stack.new} in the model: give ",
-            Opt("adapt", asked.with_recipe(even)),
+            Opt("adapt", asked.with_recipe(_spread(stack))),
         )
     return layers
 

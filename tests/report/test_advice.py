@@ -87,6 +87,16 @@ def test_what_to_do_about_each_finding():
     ]
 
 
+def test_findings_with_the_same_advice_share_a_line():
+    same = (Remedy.of("name the model that the file belongs to"),)
+    lines = told(report(replace(EXTRA, remedies=same), replace(MISSING, remedies=same), MISMATCH))
+    assert lines[:2] == [
+        "left:",
+        "  FIT102 unexpected-key, FIT101 missing-key: name the model that the file belongs to",
+    ]
+    assert lines[2].startswith("  FIT103 shape-mismatch: ")
+
+
 def test_a_rename_is_not_a_change_of_values():
     fix = Fix((Rename("a.weight", "b.weight"),), Applicability.UNSAFE)
     assert told(report(replace(PREFIX, fix=fix)))[1] == (

@@ -36,6 +36,11 @@ def saved(folder: Path, content: Any) -> str:
             {"state_dict": weights(), "mean": torch.ones(3), "std": torch.ones(3)}, {}, id="loose tensors beside it"
         ),
         pytest.param({"model": weights(), "ema": weights()}, {"weights": "ema"}, id="one was picked"),
+        pytest.param(
+            {width: [{f"linear.0.{key[3:]}": value for key, value in weights().items()}] * 2 for width in (320, 768)},
+            {},
+            id="a hypernetwork",
+        ),
         pytest.param({"model": weights(), "ema": weights()}, {"weights": "model"}, id="the first was picked"),
     ],
 )

@@ -92,6 +92,15 @@ def test_layers_are_moved_dropped_and_copied(recipe, old, expected):
     assert len({after[f"layers.{n}.0.weight"].data_ptr() for n in range(len(expected))}) == len(expected)
 
 
+@pytest.mark.parametrize(("old", "new", "example"), [(6, 3, "depth=0,2,4"), (2, 4, "depth=0,0,1,1")])
+def test_the_advice_names_layers_and_is_no_complete_command(old, new, example):
+    (finding,) = propose(layer_count, model(old).state_dict(), model(new))
+    (remedy,) = finding.remedies
+    assert [str(value) for _, value in remedy.options] == [example]
+    assert not remedy.is_complete
+    assert propose(layer_count, model(old).state_dict(), model(new), adapt=(example,))[0].fix is not None
+
+
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
