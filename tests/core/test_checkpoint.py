@@ -42,7 +42,7 @@ def test_a_tensor_is_contiguous_whatever_the_strides_that_lead_nowhere(shape, st
         (TensorSpec("float32", (0, 5), (5, 1), STORAGE, 3), (12, 12)),
     ],
 )
-def test_the_extent_is_what_a_tensor_touches(spec, extent):
+def test_the_extent_covers_the_bytes_of_a_tensor(spec, extent):
     assert spec.extent == extent
 
 
@@ -83,7 +83,7 @@ def test_the_parts_of_a_tensor_are_the_strided_ones():
 @pytest.mark.parametrize(
     ("path", "shown"), [((), "."), (("model",), "model"), ((0,), "[0]"), (("a", 0, "b"), "a[0].b"), ((0, "a"), "[0].a")]
 )
-def test_a_path_is_written_as_people_do(path, shown):
+def test_container_paths_as_text(path, shown):
     assert path_name(path) == shown
 
 

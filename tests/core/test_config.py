@@ -4,13 +4,13 @@ from ckptfix.core.config import load_configuration
 from ckptfix.errors import UsageError
 
 
-def test_no_file_no_values(tmp_path):
+def test_noop_no_configuration_file(tmp_path):
     configuration = load_configuration(tmp_path)
     assert configuration.values == {}
     assert configuration.path is None
 
 
-def test_a_pyproject_without_the_table_is_passed_by(tmp_path):
+def test_a_pyproject_without_the_table_is_ignored(tmp_path):
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\n[tool.other]\n')
     assert load_configuration(tmp_path).path is None
 
@@ -46,7 +46,7 @@ input = ["2x3x8x8"]
     }
 
 
-def test_the_nearest_file_counts_and_nothing_is_merged(tmp_path):
+def test_only_the_nearest_configuration_file_is_used(tmp_path):
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     (tmp_path / "ckptfix.toml").write_text("seed = 1\nno-values = true\n")
@@ -54,7 +54,7 @@ def test_the_nearest_file_counts_and_nothing_is_merged(tmp_path):
     assert load_configuration(inner).values == {"seed": 2}
 
 
-def test_the_own_file_wins_in_one_folder(tmp_path):
+def test_ckptfix_toml_wins_over_pyproject_toml(tmp_path):
     (tmp_path / "ckptfix.toml").write_text("seed = 1\n")
     (tmp_path / "pyproject.toml").write_text("[tool.ckptfix]\nseed = 2\n")
     assert load_configuration(tmp_path).values == {"seed": 1}
@@ -73,7 +73,7 @@ def test_paths_are_relative_to_the_file_that_names_them(tmp_path):
     assert load_configuration(inner).values == expected
 
 
-def test_words_that_stand_for_a_file_are_not_paths(tmp_path):
+def test_special_words_are_not_made_into_paths(tmp_path):
     (tmp_path / "ckptfix.toml").write_text('fill = "target"\ncompare = "source"\n')
     assert load_configuration(tmp_path).values == {"fill": "target", "compare": "source"}
 
@@ -118,7 +118,7 @@ def test_other_encodings_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["tool.ckptfix = 3", "[[tool.ckptfix]]"])
-def test_the_table_is_to_be_a_table(tmp_path, text):
+def test_the_configuration_has_to_be_a_table(tmp_path, text):
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(UsageError, match="has to be a table"):
         load_configuration(tmp_path)

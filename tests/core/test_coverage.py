@@ -33,7 +33,7 @@ def test_parameters_and_buffers_are_counted_apart_by_numel():
     assert got.share == pytest.approx(9 / 15)
 
 
-def test_what_was_filled_is_not_covered():
+def test_filled_parameters_are_not_covered():
     model = nn.Linear(2, 3)
     got = coverage(model.state_dict(), model, filled=["weight"])
     assert (got.parameters_from_file, dict(got.filled)) == (3, {"target": 6})
@@ -88,7 +88,7 @@ class Stateful(nn.Linear):
         pytest.param({"_extra_state": torch.ones(3)}, [], id="an extra state may be a tensor"),
     ],
 )
-def test_obstacles_are_where_torch_stumbles(change, left):
+def test_obstacles_are_the_keys_that_torch_refuses(change, left):
     model = Stateful(2, 3)
     state = {key: value for key, value in {**model.state_dict(), **change}.items() if value is not None}
     assert obstacles(open_state_dict(state), target_from_module(model)) == left

@@ -14,7 +14,7 @@ def test_every_kind_has_its_own_name() -> None:
     }
 
 
-def test_the_examples_hold() -> None:
+def test_the_examples_in_docstrings_are_right() -> None:
     results = doctest.testmod(facts)
     assert (results.failed, results.attempted > 0) == (0, True)
 
@@ -60,7 +60,7 @@ def test_a_shard_says_what_is_wrong_with_its_file() -> None:
         ),
     ],
 )
-def test_what_only_some_facts_of_a_kind_have(fact: Fact, words: str) -> None:
+def test_optional_data_of_facts(fact: Fact, words: str) -> None:
     assert clause(fact) == words
 
 

@@ -28,7 +28,7 @@ def asked(spec: TensorSpec) -> tuple[object, ...]:
     ],
     ids="0-d row-major offset transposed rows-apart one-row repeated empty half-bytes no-half-bytes".split(),
 )
-def test_the_answers_are_the_same_when_they_are_known(spec, numel, nbytes, is_contiguous, extent):
+def test_cached_answers_are_the_same(spec, numel, nbytes, is_contiguous, extent):
     assert asked(spec) == asked(spec) == (numel, nbytes, is_contiguous, extent)
 
 
@@ -47,7 +47,7 @@ def test_a_copy_answers_as_its_model(again):
     assert asked(spec) == asked(before) == asked(again(spec))
 
 
-def test_a_changed_spec_is_asked_anew():
+def test_a_changed_spec_is_computed_again():
     from msgspec.structs import replace
 
     spec = TensorSpec("float32", (2, 3), (3, 1))

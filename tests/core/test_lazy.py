@@ -14,7 +14,7 @@ def test_a_package_that_is_there_is_imported_once():
 
 
 @pytest.mark.parametrize("use", [lambda checkpoint: checkpoint.read("a"), lambda checkpoint: checkpoint.state_dict()])
-def test_a_tensor_without_torch_is_an_error_of_ours(monkeypatch, tmp_path, use):
+def test_a_tensor_without_torch_is_a_ckptfix_error(monkeypatch, tmp_path, use):
     lazy.torch.save({"a": lazy.torch.ones(2)}, tmp_path / "a.pth")
     for module in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.setitem(sys.modules, module, None)

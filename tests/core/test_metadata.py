@@ -65,7 +65,7 @@ def test_order_is_that_of_torch():
     assert list(rename_metadata(rows("", "a", "a.b"), {"a.b.w": "m.a.b.w"}) or ()) == ["", "m", "m.a", "m.a.b"]
 
 
-def test_none_stays_none():
+def test_noop_no_metadata():
     assert rename_metadata(None, {"a.w": "b.w"}) is None
     assert rename_rows(None, {}) is None
 

@@ -36,7 +36,7 @@ def test_a_container_comes_back_from_json(before, after):
     assert lost == []
 
 
-def test_what_json_cannot_hold_is_named_and_the_rest_stays(tmp_path):
+def test_values_that_json_cannot_hold_are_named(tmp_path):
     loop: list[object] = []
     loop.append(loop)
     value = {
@@ -64,7 +64,7 @@ def test_what_follows_a_lost_item_of_a_list_keeps_its_place(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [30, 60])
-def test_what_stands_in_many_places_is_written_a_bounded_number_of_times(depth, tmp_path):
+def test_repeated_values_are_written_a_limited_number_of_times(depth, tmp_path):
     shared: object = ()
     for _ in range(depth):
         shared = (shared, shared)

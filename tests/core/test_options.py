@@ -98,7 +98,7 @@ def test_every_choice_reaches_its_setting():
 
 
 @pytest.mark.parametrize("value", ["", [], [""], ", "])
-def test_no_names_are_no_names(value):
+def test_an_empty_list_of_names(value):
     assert texts_of(BY_NAME["ignore"], value) == ()
 
 
@@ -110,7 +110,7 @@ def test_a_check_takes_no_settings_of_a_forward_test():
     ("value", "said"),
     [("{depth: 18}", "invalid JSON"), ("18", "give an object")],
 )
-def test_what_has_no_meaning(value, said):
+def test_invalid_settings_are_refused(value, said):
     with pytest.raises(UsageError, match=said) as error:
         library_settings({"model": "m:f", "model_args": value})
     assert str(error.value).startswith("model_args=")
@@ -128,7 +128,7 @@ def test_what_has_no_meaning(value, said):
     ],
     ids=str,
 )
-def test_an_option_is_worded_for_each_user(option, texts):
+def test_options_in_messages_of_the_library_and_the_command_line(option, texts):
     assert (str(option), flag_text(option), key_text(option)) == texts
 
 

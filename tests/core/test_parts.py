@@ -72,12 +72,12 @@ def test_json_and_back(given):
         pytest.param([Part("a", ROWS, ROWS), Part("a", ((2, 4), (0, 3)), ROWS)], "overlap", id="two for one place"),
     ],
 )
-def test_what_is_not_a_bijection_is_refused(parts, problem):
+def test_parts_that_are_no_bijection_are_refused(parts, problem):
     with pytest.raises(PartsError, match=problem):
         check_bijection({"k": tuple(parts)}, {"a": (4, 3)}, {"k": (4, 3)})
 
 
-def test_parts_that_continue_each_other_are_one():
+def test_adjacent_parts_are_merged():
     parts = [Part("a", ((at, at + 2), (0, 3)), ((at, at + 2), (0, 3))) for at in (2, 0, 4)]
     assert merged(parts) == (Part("a", ((0, 6), (0, 3)), ((0, 6), (0, 3))),)
     assert len(merged([*parts[:2], Part("b", ((4, 6), (0, 3)), ((4, 6), (0, 3)))])) == 2

@@ -109,7 +109,7 @@ def test_values():
     assert after["c.z"].tolist() == [0, 0]
 
 
-def test_a_key_is_changed_under_the_name_that_it_had():
+def test_edits_of_a_step_use_the_old_names():
     after = apply(Rename("a.w", "c"), Cast("a.w", "float32", "float64"))
     assert after["c"].dtype == torch.float64
 
@@ -164,7 +164,7 @@ def test_conflicts_are_refused(edits, says):
         ({"ckptfix-plan": 1}, "at `$.steps`"),
     ],
 )
-def test_what_a_plan_lacks(data, said):
+def test_a_plan_for_missing_keys_is_refused(data, said):
     with pytest.raises(PlanError, match=re.escape(said)):
         Plan.from_json(data)
 
@@ -266,19 +266,19 @@ MALFORMED_PARTS: tuple[Any, ...] = (
         ),
     ],
 )
-def test_what_is_not_a_plan(data):
+def test_invalid_plans_are_refused(data):
     with pytest.raises(PlanError) as caught:
         Plan.from_json(data)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["drop", "cast", "plain", "retag", "rewrite", "disarm"])
-def test_what_cannot_be_undone(name):
+def test_plans_without_an_inverse(name):
     with pytest.raises(PlanError, match=f"{name} cannot be undone"):
         Plan((Step("A", (EXAMPLES[name],)),)).inverse()
 
 
-def test_the_inverse_takes_out_what_was_put_in():
+def test_the_inverse_removes_added_keys():
     plan = Plan(
         (Step("A", (Fill("c", "int8", (), "zeros"), Tie("d", "c"), Assemble.reshape("b.n", "int64", (), (1,)))),)
     )

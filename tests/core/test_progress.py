@@ -28,7 +28,7 @@ class Recorder:
         self.lines.append("closed")
 
 
-def test_a_task_is_a_bar():
+def test_each_task_has_a_progress_bar():
     bars = Recorder()
     with ckptfix.progress(bars):
         task, other = Task("writing a", 3_000_000), Task("writing b", 2_000_000)
@@ -75,7 +75,7 @@ def test_tqdm_is_the_default():
         pass
 
 
-def test_without_tqdm_it_says_so(monkeypatch):
+def test_a_missing_tqdm_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ckptfix.UsageError, match="pip install tqdm"), ckptfix.progress():
         pass

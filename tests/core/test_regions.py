@@ -25,7 +25,7 @@ def test_the_whole_storage_is_one_region():
     assert region.is_whole
 
 
-def test_neighbours_fall_apart_and_overlapping_views_stay_together():
+def test_overlapping_views_share_a_region():
     assert spans(view(0, 10), view(10, 10)) == [(0, 10), (10, 20)]
     assert spans(view(5, 10), view(0, 10)) == [(0, 15)]
     assert spans(view(0, 100), view(20, 10), view(50, 10)) == [(0, 100)]
@@ -42,7 +42,7 @@ def test_a_region_begins_where_its_widest_dtype_is_aligned():
     assert spans(view(34, 16), view(50, 8), view(7, 1, "float64")) == [(32, 64)]
 
 
-def test_an_empty_tensor_has_a_place():
+def test_an_empty_tensor_has_a_region():
     regions = Regions([view(0, 10), view(10, 0), view(500, 0)])
     assert regions.of(view(500, 0))[0].nbytes == 0
 

@@ -67,14 +67,14 @@ def test_a_repair_in_full():
     assert (data["output"], data["exit_code"]) == ("resnet.fixed.pth", 0)
 
 
-def test_what_is_not_fixed_says_so():
+def test_unfixed_findings_are_marked():
     data = strict(report(PREFIX, NOTE).to_json())
     assert [finding["fixed"] for finding in data["findings"]] == [False, False]
     assert [finding["fixable"] for finding in data["findings"]] == [True, False]
     assert data["exit_code"] == 1
 
 
-def test_what_the_user_accepts_says_so():
+def test_accepted_findings_are_marked():
     """The page and the JSON of ``--accept`` asked for a remedy that only a migration's manifest had."""
     data = strict(report(MISSING, PREFIX, NOTE, fixed=(PREFIX,), accepted=("FIT", "KEY", "FIL")).to_json())
     assert [finding["accepted"] for finding in data["findings"]] == [True, False, False]
@@ -104,7 +104,7 @@ def test_display_only_has_a_dash():
     assert report(finding).to_json()["findings"][0]["fix"]["applicability"] == "display-only"
 
 
-def test_plain_leaves_no_tuple_and_no_foreign_key():
+def test_plain_data_has_no_tuples_and_only_text_keys():
     assert plain({1: (2, {3}), "b": b"x"}) == {"1": [2, [3]], "b": "b'x'"}
 
 

@@ -46,7 +46,7 @@ def state(old: str) -> dict[str, torch.Tensor]:
     [nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LazyLinear(3), nn.MultiheadAttention(4, 2)],
     ids=lambda model: type(model).__name__,
 )
-def test_noop_torchs_own_layers_have_no_trial(model):
+def test_noop_torchs_own_layers_are_not_tried(model):
     assert target_from_module(model).loads is None
 
 
@@ -67,7 +67,7 @@ def test_what_hooks_load_is_left_unchanged(model, file, unsafe_fixes):
     assert report.coverage.share == 1.0
 
 
-def test_only_the_wrapper_is_taken_off_for_hooks():
+def test_only_a_wrapper_is_removed_before_hooks():
     file = {f"module.{key}": value for key, value in {"low": torch.ones(7), **state("fc")}.items()}
     repaired, report = ckptfix.repair_state_dict(file, Observer(), unsafe_fixes=True, drop_mismatched=True)
     assert list(repaired) == ["low", "fc.weight", "fc.bias"]
@@ -80,7 +80,7 @@ def test_hooks_that_do_not_load_it_change_nothing():
     assert report.obstacles
 
 
-def test_the_model_itself_is_not_touched():
+def test_the_trial_does_not_change_the_model():
     model = Renaming()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     ckptfix.check(state("old"), model)
@@ -140,7 +140,7 @@ class Splitting(nn.Module):
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
-def test_what_loads_less_than_the_source_is_never_written(tmp_path):
+def test_a_result_that_loads_less_than_the_source_is_not_written(tmp_path):
     torch.save({"qk": torch.randn(8, 4), "other": torch.ones(3)}, tmp_path / "f.pth")
     model = Splitting()
     settings: dict[str, Any] = {"unsafe_fixes": True, "fill": "target", "allow_untrained": True}

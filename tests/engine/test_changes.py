@@ -53,13 +53,13 @@ def test_split_stacked_and_transposed():
     assert torch.equal(done["straight"], before["turned"].t())
 
 
-def test_seen_in_another_shape():
+def test_a_reshaped_view_is_assembled():
     wanted = state()["qkv"].view(2, 3, 3).transpose(0, 1).reshape(6, 3)
     assert torch.equal(carry_out(ROPE).state_dict()["rope"], wanted)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_it_is_written_and_taken_back(tmp_path, suffix):
+def test_an_assembled_tensor_is_written_and_undone(tmp_path, suffix):
     source, there, back = tmp_path / "a.pth", tmp_path / f"b{suffix}", tmp_path / "c.pth"
     torch.save(state(), source)
     plan = Plan((Step("KEY106", (*SPLIT, STACK, TURN)),))
@@ -101,7 +101,7 @@ def test_large_tensors_are_put_together_panel_by_panel(tmp_path, monkeypatch, su
     assert all(torch.equal(again[key], value) for key, value in before.items())
 
 
-def test_two_names_of_one_tensor_stay_one():
+def test_ties_survive_an_assembly():
     tied = torch.arange(6.0).reshape(2, 3)
     parts = [Assemble(f"{name}.t", "float32", (3, 2), (Part(name, rows(0, 2), ((0, 3), (0, 2)), axes=(1, 0)),))
              for name in "ab"]  # fmt: skip

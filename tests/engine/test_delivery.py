@@ -52,7 +52,7 @@ def test_the_source_is_not_touched_by_a_repair_next_to_it(source):
     same(dict(torch.load(report.output, weights_only=True)), BARE)
 
 
-def test_nothing_is_written_where_nothing_was_asked_for(source):
+def test_nothing_is_written_without_an_output(source):
     ckptfix.repair(source)
     ckptfix.repair(source, beside=True, dry_run=True)
     assert names(source.parent) == ["model.pth"]
@@ -71,7 +71,7 @@ def test_a_backup_keeps_the_old_file(source):
     assert digest(source.with_name("model.pth.bak")) == before
 
 
-def test_a_backup_that_is_there_already_is_not_overwritten(source):
+def test_an_existing_backup_is_not_overwritten(source):
     before, kept = digest(source), source.with_name("model.pth.bak")
     kept.write_bytes(b"mine")
     with pytest.raises(WriteError, match="a backup already exists"):
@@ -134,12 +134,12 @@ def test_settings_that_contradict_each_other_are_refused(settings, message, sour
     assert names(source.parent) == ["model.pth"]
 
 
-def test_a_folder_that_is_not_there_is_named(source):
+def test_a_missing_folder_is_named(source):
     with pytest.raises(WriteError, match=r"the folder .*nowhere does not exist"):
         ckptfix.repair(source, output=source.parent / "nowhere" / "out.pth")
 
 
-def test_a_folder_that_refuses_is_named(source, monkeypatch):
+def test_a_read_only_folder_is_named(source, monkeypatch):
     # Root may write anywhere, so the test simulates the refusal.
     real = os.open
 
@@ -153,12 +153,12 @@ def test_a_folder_that_refuses_is_named(source, monkeypatch):
         ckptfix.repair(source, beside=True)
 
 
-def test_a_source_that_is_gone_is_named(tmp_path):
+def test_a_missing_source_is_named(tmp_path):
     with pytest.raises(UnreadableError, match=r"gone\.pth: cannot be opened: No such file"):
         ckptfix.repair(tmp_path / "gone.pth", beside=True)
 
 
-def test_a_source_that_vanishes_meanwhile_is_still_written(source, tmp_path):
+def test_a_source_deleted_during_the_repair_is_still_written(source, tmp_path):
     state_dict = ckptfix.repair(source, output=tmp_path / "out.pth").checkpoint
     source.unlink()
     same(dict(state_dict.state_dict()), BARE)
@@ -184,7 +184,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(after, name, source, tm
     assert (digest(source), names(tmp_path)) == (before, ["here"])
 
 
-def test_a_disk_that_does_not_confirm_the_name_is_said_as_it_is(tmp_path, monkeypatch):
+def test_a_failed_flush_after_the_rename_is_reported(tmp_path, monkeypatch):
     path = tmp_path / "model.pth"
     torch.save({"module.w": torch.ones(3)}, path)
     flush = os.fsync
@@ -288,7 +288,7 @@ def test_an_interrupt_leaves_nothing(step, source, monkeypatch):
 
 @pytest.mark.parametrize("change", ["renamed over", "written to", "removed"])
 @pytest.mark.parametrize("backup", [False, True])
-def test_a_file_that_came_meanwhile_is_not_replaced_by_the_old_one(change, backup, source, monkeypatch):
+def test_a_source_changed_during_the_repair_is_not_replaced(change, backup, source, monkeypatch):
     newer, real = source.with_name("newer"), verification.verify
     newer.write_bytes(source.read_bytes() + b"newer")
 
@@ -309,7 +309,7 @@ def test_a_file_that_came_meanwhile_is_not_replaced_by_the_old_one(change, backu
     assert change == "removed" or source.read_bytes().endswith(b"newer")
 
 
-def test_an_output_that_came_meanwhile_is_not_replaced(source, monkeypatch):
+def test_an_output_created_during_the_repair_is_not_replaced(source, monkeypatch):
     """The file is from another run, whose user does not know about this one."""
     real, output = verification.verify, source.with_name("out.pth")
 
@@ -325,7 +325,7 @@ def test_an_output_that_came_meanwhile_is_not_replaced(source, monkeypatch):
     assert output.read_bytes() != b"the other's"
 
 
-def test_a_byte_that_went_wrong_on_the_way_is_found_and_not_delivered(source, monkeypatch):
+def test_a_wrong_byte_in_the_copy_is_not_delivered(source, monkeypatch):
     real, weight, found = os.write, torch.arange(6.0).numpy().tobytes(), []
 
     def damage(descriptor: int, block: memoryview) -> int:
@@ -345,7 +345,7 @@ def test_a_byte_that_went_wrong_on_the_way_is_found_and_not_delivered(source, mo
 @pytest.mark.parametrize(
     ("call", "name"), [("copy_file_range", "out.pth"), ("write", "out.pth"), ("write", "out.safetensors")]
 )
-def test_a_byte_of_a_large_tensor_that_went_wrong_on_the_way_is_found(call, name, source, tmp_path, monkeypatch):
+def test_a_wrong_byte_in_the_copy_of_a_large_tensor_is_found(call, name, source, tmp_path, monkeypatch):
     torch.save({"module.w": torch.randn(1 << 18), "module.b": torch.randn(1 << 18)}, source)
     real, turns = getattr(os, call), [3]
 
@@ -370,7 +370,7 @@ def test_a_byte_of_a_large_tensor_that_went_wrong_on_the_way_is_found(call, name
     assert names(tmp_path) == ["here"]
 
 
-def test_an_old_output_stays_until_the_new_one_is_whole(source, tmp_path, monkeypatch):
+def test_an_old_output_is_kept_until_the_new_one_is_complete(source, tmp_path, monkeypatch):
     goal = tmp_path / "out.pth"
     goal.write_bytes(b"old")
     monkeypatch.setattr(verification, "_difference", lambda written, expected: "a test")
@@ -403,9 +403,7 @@ def test_the_longest_name_that_the_file_system_takes_is_written(source, tmp_path
         pytest.param("a.pth", {"beside": True}, r"a\.fixed\.pth: already exists", id="an older result"),
     ],
 )
-def test_what_cannot_be_put_in_place_is_reported_before_the_work(
-    name, how: dict[str, Any], said, tmp_path, monkeypatch
-):
+def test_an_unusable_output_is_reported_before_any_work(name, how: dict[str, Any], said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(WRAPPED, name)
     Path("null").symlink_to(os.devnull)
@@ -425,7 +423,7 @@ def test_an_older_backup_is_kept(source):
     assert (source.read_bytes(), backup.read_text()) == (before, "other")
 
 
-def test_nothing_is_in_the_way_of_a_dry_run(source):
+def test_a_dry_run_ignores_existing_outputs(source):
     source.with_name("model.fixed.pth").write_text("other")
     assert ckptfix.repair(source, beside=True, dry_run=True).is_changed
 

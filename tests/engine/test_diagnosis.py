@@ -29,12 +29,12 @@ def listed(code, name, propose):
     return made
 
 
-def test_nothing_to_say():
+def test_noop_a_healthy_file():
     diagnosis = diagnose(open_state_dict(nn.Linear(2, 2).state_dict()), None, Settings())
     assert (diagnosis.findings, diagnosis.fixed, bool(diagnosis.plan)) == ((), (), False)
 
 
-def test_each_rule_sees_what_the_last_one_left():
+def test_each_rule_sees_the_result_of_the_last_one():
     diagnosis = diagnose(CHECKPOINT, None, Settings())
     assert [finding.code for finding in diagnosis.fixed] == ["KEY101", "KEY102"]
     assert diagnosis.plan.edits == (
@@ -71,19 +71,19 @@ def test_which_fixes_are_enabled(applicability, unsafe_fixes, asked):
     assert enabled is expected[applicability]
 
 
-def test_values_are_read_only_where_they_are_wanted():
+def test_values_are_read_only_if_a_rule_needs_them():
     state = {"weight": torch.full((4,), float("nan"))}
     assert [finding.code for finding in diagnose(open_state_dict(state), None, Settings()).findings] == ["VAL101"]
     assert diagnose(open_state_dict(state), None, Settings(values=False)).findings == ()
 
 
-def test_what_was_filled_is_known():
+def test_filled_keys_are_known():
     target = target_from_module(nn.Linear(2, 2))
     diagnosis = diagnose(open_state_dict({"weight": torch.ones(2, 2)}), target, Settings(fill="target"))
     assert list(diagnosis.filled) == ["bias"]
 
 
-def test_a_rule_that_is_never_satisfied_is_a_bug_of_ours(monkeypatch):
+def test_a_fix_that_repeats_is_an_internal_error(monkeypatch):
     def propose(context: Context) -> Iterator[Finding]:
         (key,) = context.checkpoint.entries
         yield Finding(
@@ -95,7 +95,7 @@ def test_a_rule_that_is_never_satisfied_is_a_bug_of_ours(monkeypatch):
         diagnose(CHECKPOINT, None, Settings())
 
 
-def test_a_rule_after_the_last_one_may_not_undo_it(monkeypatch):
+def test_a_rule_that_undoes_another_is_an_internal_error(monkeypatch):
     """All rules together have to be stable: a rule that restores what another one removes is found."""
 
     def take(context: Context) -> Iterator[Finding]:
@@ -137,7 +137,7 @@ NORM = {key: value for key, value in nn.BatchNorm1d(2).state_dict().items() if k
 
 
 @pytest.mark.parametrize("unsafe_fixes", [False, True])
-def test_nothing_is_filled_in_unless_asked_where_names_are_doubtful(unsafe_fixes):
+def test_doubtful_names_are_not_filled_unless_asked(unsafe_fixes):
     assert [finding.code for finding in diagnose(open_state_dict(NORM), None, Settings()).fixed] == ["BUF101"]
     diagnosis = diagnose(doubtful(NORM), None, Settings(unsafe_fixes=unsafe_fixes, values=False))
     assert [finding.code for finding in diagnosis.findings] == ["FIL203", "BUF101"]

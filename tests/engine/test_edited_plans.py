@@ -191,7 +191,7 @@ def test_every_kind_of_edit_is_among_them():
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=edited())
-def test_what_no_one_meant_is_refused_or_is_another_plan(file, data):
+def test_changed_plans_are_refused_or_valid(file, data):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with suppress(PlanError, MissingFileError, WriteError):
         carried_out(file, data)
@@ -221,7 +221,7 @@ TABLE = _adapt("table", "vocab=pad:zeros", (9, 2))
         pytest.param(GENUINE[2][0], {"origin": "odd"}, "zeros|target|donor", id="an unknown origin"),
     ],
 )
-def test_what_is_wrong_is_reported_with_its_place(edit, wrong, says):
+def test_errors_in_a_plan_name_their_place(edit, wrong, says):
     steps = [{"rule": "A", "edits": []}, {"rule": "B", "edits": [edit.to_json() | wrong]}]
     with pytest.raises(PlanError) as caught:
         Plan.from_json({"ckptfix-plan": 1, "steps": steps})

@@ -102,13 +102,13 @@ def test_a_run_of_a_trainer_continues(tmp_path, save):
     assert [bytes_of(one) for one in resumed.parameters()] == [bytes_of(one) for one in reference.parameters()]
 
 
-def test_what_was_dropped_of_sorted_keys_had_a_place_that_nothing_tells(tmp_path):
+def test_the_place_of_a_dropped_module_in_a_sorted_file_is_unknown(tmp_path):
     folder_of_a_trainer(tmp_path / "run", Net("zyx"))
     report = ckptfix.repair(tmp_path / "run", Net("zx"), output=tmp_path / "out.safetensors", unsafe_fixes=True).report
     assert [finding.code for finding in report.remaining] == ["OPT101"]
 
 
-def test_a_module_of_many_others_is_not_tried_in_all_their_orders(tmp_path):
+def test_orders_of_a_module_with_many_children_are_not_tried(tmp_path):
     """12 layers at unknown places in the model have 479 million orders."""
     model = Net("zyx")
     model.add_module("gone", nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in "abcdefghijkl")))
@@ -140,7 +140,7 @@ class Tower(nn.Module):
         pytest.param(("token",), False, id="a-parameter-beside-one-of-its-shape"),
     ],
 )
-def test_shapes_tell_where_something_gone_was_among_sorted_keys(tmp_path, gone, is_told):
+def test_shapes_show_where_a_dropped_module_was(tmp_path, gone, is_told):
     model, target = Tower(), Tower(*gone)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     for number, parameter in enumerate(model.parameters()):
@@ -273,7 +273,7 @@ def run_in(folder: Path, weights: dict[str, torch.Tensor], optimizer: torch.opti
         pytest.param("model.safetensors", {"drop_optimizer": True}, False, id="without-the-optimizer"),
     ],
 )
-def test_a_run_that_no_edit_changes_goes_along(tmp_path, name, asked, copied):
+def test_an_unchanged_run_is_copied_too(tmp_path, name, asked, copied):
     model = nn.Linear(3, 2)
     weights = {f"module.{key}": value for key, value in model.state_dict().items()}
     source = run_in(tmp_path / "run", weights, torch.optim.SGD(model.parameters()))
@@ -298,7 +298,7 @@ def test_a_run_that_no_edit_changes_goes_along(tmp_path, name, asked, copied):
         pytest.param([3, 12, 2], [3, 2], id="and-a-whole-stage"),
     ],
 )
-def test_blocks_that_are_gone_were_among_their_siblings(tmp_path, old, new):
+def test_dropped_blocks_were_next_to_their_siblings(tmp_path, old, new):
     """safetensors sorts ``10`` before ``2``, and all blocks have equal shapes."""
 
     def built(stages: list[int]) -> nn.Module:

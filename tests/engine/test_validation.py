@@ -17,7 +17,7 @@ def test_no_settings_are_the_defaults():
     assert checked_settings({}) == Settings()
 
 
-def test_one_code_or_path_may_be_given_as_it_is(tmp_path):
+def test_one_code_or_path_need_not_be_a_list(tmp_path):
     settings = checked_settings(
         {"select": "KEY", "ignore": ["VAL101"], "replace": "VAL", "fill": tmp_path / "other.pth"}
     )
@@ -25,7 +25,7 @@ def test_one_code_or_path_may_be_given_as_it_is(tmp_path):
     assert settings.fill == str(tmp_path / "other.pth")
 
 
-def test_one_text_holds_several_codes_or_none_as_on_the_command_line():
+def test_one_text_may_hold_several_codes_or_none():
     """Every code starts with an empty text: ``ignore=""`` skipped all rules, and the file looked clean."""
     settings = checked_settings({"select": "KEY, buf101", "ignore": "", "accept": [""]})
     assert (settings.select, settings.ignore, settings.accept) == (("KEY", "BUF101"), (), ())
@@ -45,7 +45,7 @@ def test_each_list_of_the_table_takes_a_text_a_path_a_sequence_and_a_table(tmp_p
             assert getattr(settings, name) == (text,), (name, form)
 
 
-def test_none_is_the_default_of_a_setting_that_has_no_other(tmp_path):
+def test_none_is_the_default_of_settings_without_another(tmp_path):
     """numpy's numbers are accepted as numbers, and paths as text."""
     unset = dict.fromkeys(("weights", "fill", "rename_map", "source_model", "smoke", "shard_size"))
     assert checked_settings({**unset, "seed": np.int64(0), "timeout": np.float64(300)}) == Settings()
@@ -101,7 +101,7 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
         ),
     ],
 )
-def test_what_has_no_meaning_is_reported_in_one_line(given, reason):
+def test_invalid_settings_are_reported_in_one_line(given, reason):
     with pytest.raises(UsageError, match=reason) as caught:
         checked_settings(given)
     assert "\n" not in str(caught.value)

@@ -17,7 +17,7 @@ from tests.reading.state_dicts import KINDS, STRIDED, ordered
 @pytest.mark.parametrize(
     "kind", [kind for kind in KINDS if not kind.startswith("views of") or kind == "views of float32"]
 )
-def test_what_the_writers_write_is_found_equal(kind, form, tmp_path):
+def test_noop_written_files_are_equal(kind, form, tmp_path):
     if kind in ("two dtypes of one storage", "conjugated and negated views"):
         from ckptfix.reading.opening import open_state_dict
 
@@ -156,7 +156,7 @@ def test_a_source_that_is_cut_before_the_comparison_is_named(tmp_path):
         verify(written, expected, tmp_path / "out")
 
 
-def test_every_byte_is_told_to_whoever_watches(tmp_path, in_small_steps):
+def test_progress_covers_every_byte(tmp_path, in_small_steps):
     from ckptfix.core.progress import Task, watched_by
 
     class Watcher:
@@ -177,7 +177,7 @@ def test_every_byte_is_told_to_whoever_watches(tmp_path, in_small_steps):
     assert watcher.task.done == watcher.task.total
 
 
-def test_a_source_that_someone_writes_to_meanwhile_is_refused_though_the_copy_is_like_it(tmp_path):
+def test_a_source_written_to_during_the_repair_is_refused(tmp_path):
     source = saved({"a": torch.randn(100_000)}, tmp_path)
     expected = opened(source)
     written = write(expected, "zip", tmp_path)

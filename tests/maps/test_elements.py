@@ -35,7 +35,7 @@ def test_noop_a_tensor_is_one_part(key):
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_they_move_as_arrays_do(data):
+def test_elements_move_like_arrays(data):
     keys = data.draw(st.sampled_from([("a",), ("a", "b"), ("a", "c"), ("b", "a", "b")]))
     axis = 0 if "c" in keys else 1
     elements = Elements.joined([Elements.of(key, SHAPES[key]) for key in keys], axis)

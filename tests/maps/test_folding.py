@@ -45,7 +45,7 @@ def parts_of(pieces: tuple[Part, ...]) -> list[Part]:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS.values(), ids=PAIRS)
-def test_the_rules_give_what_was_inferred_and_backwards_the_source(source: Specs, target: Specs):
+def test_the_rules_give_the_inferred_map_and_their_inverse_the_source(source: Specs, target: Specs):
     inference = infer(source, target)
     folded = fold(inference)
     whole = RenameMap(tuple(replace(rule, label="") for rule in folded.rules))
@@ -138,7 +138,7 @@ def test_labels_and_alternatives_are_those_of_the_template():
     assert {rule.label for rule in rules} <= {"likely", "ambiguous"}
 
 
-def test_numbers_that_follow_from_nothing_are_listed():
+def test_numbers_without_a_formula_are_listed():
     """MobileNetV2: one side numbers its layers consecutively, the other by stage."""
     stages = (1, 2, 3, 4, 2)
     places = [(stage, at) for stage, size in enumerate(stages) for at in range(size)]

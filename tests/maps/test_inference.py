@@ -165,7 +165,7 @@ def test_a_shortcut_that_only_one_side_lists_first():
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])
-def test_what_one_block_seems_to_say_is_outvoted_by_the_others(lacking):
+def test_other_blocks_outvote_one_block(lacking):
     """A block that lacks a layer is matched separately: its shortcut could be its first convolution."""
 
     def layer(name: str, conv: str, norm_: str, rows: int, columns: int, size: int = 1) -> Specs:
@@ -387,7 +387,7 @@ def test_a_square_matrix_is_transposed_as_its_siblings_are():
     assert infer(plain, wrapped).matches["proj.base.weight"].label is Label.CERTAIN
 
 
-def test_vectors_do_not_show_that_matrices_are_transposed():
+def test_vectors_are_no_evidence_for_transposed_matrices():
     """A head with as many outputs as there are layers has rows with the shape of the leftover vectors."""
     layers = [linear("fc1", 32, 8) | linear("fc2", 8, 32)] * 2
     head: Specs = {"head.layers.0.weight": (8, 8), "head.layers.1.weight": (2, 8)}
@@ -445,7 +445,7 @@ def test_a_sorted_file_with_some_new_names_says_nothing_of_the_order():
         assert infer(source, target).matches["W_key"].label is Label.AMBIGUOUS
 
 
-def test_a_number_that_all_have_does_not_count():
+def test_a_number_that_all_names_share_is_ignored():
     """``xyz.{n}.0`` is ``pts.{n}``, also next to another layer with their shape."""
     source: Specs = {"feature.weight": (8, 8), **{f"pts.{at}.weight": (8, 3 if at == 0 else 8) for at in range(4)}}
     target: Specs = {**{f"xyz.{at}.0.weight": (8, 3 if at == 0 else 8) for at in range(4)}, "last.weight": (8, 8)}
@@ -486,7 +486,7 @@ def test_the_head_is_not_the_embedding_that_is_gone(is_back):
     assert len([key for key in given if "layers" in key]) == 8
 
 
-def test_a_norm_that_the_target_lacks_gives_its_place_to_no_other():
+def test_a_missing_norm_is_not_replaced_by_another_one():
     block = {"conv1.weight": (8, 8, 1, 1), **norm("bn1"), "conv2.weight": (8, 8, 3, 3), **norm("bn2")}
     renamed = {"first.conv.weight": (8, 8, 1, 1), "second.conv.weight": (8, 8, 3, 3), **norm("second.normalization")}
     blocks = [linear("fc", 4, 8) | {f"body.{key}": shape for key, shape in block.items()}] * 3
@@ -646,7 +646,7 @@ def moved_between_stages(number: int) -> tuple[Specs, Specs]:
     return source, target
 
 
-def test_a_layer_between_stages_that_moved_makes_no_stage_another_one():
+def test_a_moved_layer_between_stages_does_not_change_their_order():
     found = sources(*moved_between_stages(1))
     assert found["stages.1.blocks.0.fc0.weight"] == ["blocks.1.0.fc0.weight"]
     assert found["stages.3.blocks.2.fc0.bias"] == ["blocks.3.2.fc0.bias"]
@@ -732,7 +732,7 @@ def test_the_order_of_names_decides_nothing_if_both_sides_are_sorted():
     assert found["layer.1.depthwise.conv.weight"].label is Label.CERTAIN
 
 
-def test_rows_that_metas_llama_has_in_another_order_are_ambiguous():
+def test_rows_of_metas_llama_are_ambiguous():
     ours: Specs = {f"attention.{name}.weight": (8, 8) for name in ("wq", "wk", "wv", "wo")}
     theirs: Specs = {f"self_attn.{name}_proj.weight": (8, 8) for name in "qkvo"}
     found = infer(stack("layers", [ours] * 2), stack("model.layers", [theirs] * 2)).matches
@@ -1000,7 +1000,7 @@ LACKING = {
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("is_file", [True, False], ids=["the file lacks", "the target lacks"])
 @pytest.mark.parametrize("lacking", LACKING.values(), ids=LACKING)
-def test_nothing_takes_the_place_of_what_one_side_lacks(lacking, is_file, number, is_sorted):
+def test_missing_layers_are_not_replaced_by_others(lacking, is_file, number, is_sorted):
     """No shape shows which layer of a list is missing, whether the rest is renumbered or not."""
     source, target, truth = towers(number)
     tower = ("visual", "vision") if number == 2 else ("", "")
@@ -1054,7 +1054,7 @@ def test_a_layer_without_attention_changes_places_with_no_other():
         assert {name.split(".")[1] for name in names} == {key.split(".")[1]}
 
 
-def test_words_that_all_names_have_do_not_make_a_head_the_embedding():
+def test_words_that_all_names_share_do_not_match_a_head_with_an_embedding():
     layers = stack("model.layers", [linear("mlp.up_proj", 32, 8) | linear("mlp.down_proj", 8, 32)] * 3)
     source = {f"model.{key}": shape for key, shape in stack("h", [linear("a", 32, 8) | linear("b", 8, 32)] * 3).items()}
     source["model.ff_out.weight"] = (50, 8)

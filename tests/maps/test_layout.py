@@ -125,7 +125,7 @@ def test_a_map_applied_backwards_and_the_inverse_plan_give_the_source_back(renam
         (("swap", "split"), "swap is a step by itself"),
     ],
 )
-def test_steps_without_a_meaning(steps, says):
+def test_invalid_steps_are_refused(steps, says):
     with pytest.raises(ValueError, match=says):
         Steps.parse(steps)
 
@@ -137,7 +137,7 @@ def test_steps_without_a_meaning(steps, says):
         ("e.x", "e.{n}", (), "{n} depends on the target"),
     ],
 )
-def test_no_function_is_pasted_that_would_need_the_keys_of_a_target(source, target, steps, says):
+def test_a_function_that_needs_a_target_is_refused(source, target, steps, says):
     with pytest.raises(UsageError, match=says):
         python_code(a_map(source, target, *steps))
 

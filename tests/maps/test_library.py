@@ -533,7 +533,7 @@ def test_torchtune_has_the_rows_of_metas_llama(size: int):
 
 
 @pytest.mark.parametrize("is_back", [False, True], ids=["forth", "back"])
-def test_rows_of_a_torchtune_that_no_map_explains_are_left_to_the_user(tmp_path: Path, is_back: bool):
+def test_unexplained_rows_of_torchtune_are_ambiguous(tmp_path: Path, is_back: bool):
     """Its Qwen2 has biases, and does not rotate as its Llama does."""
     state = torchtune(llama(64))
     target = moved(state, "torchtune-64_transformers")
@@ -549,7 +549,7 @@ def test_rows_of_a_torchtune_that_no_map_explains_are_left_to_the_user(tmp_path:
     assert "order the rows of a head differently" in left.message
 
 
-def test_the_size_of_a_llamas_head_decides_or_is_left_to_the_user(tmp_path: Path):
+def test_maps_that_depend_on_the_size_of_a_head(tmp_path: Path):
     state = llama(128)
     target = moved(state, "meta-llama-128_transformers")
     torch.save({key: torch.zeros_like(value) for key, value in target.items()}, tmp_path / "like.pth")
@@ -780,7 +780,7 @@ def test_a_name_in_a_configuration_file_is_found_though_it_became_a_path(tmp_pat
     assert list(done) == ["blocks.1.weight"]
 
 
-def test_a_name_is_found_and_a_slip_of_one_gets_a_hint():
+def test_a_shipped_map_is_found_by_its_name():
     with pytest.raises(ckptfix.UsageError, match="did you mean the map timm-vit_transformers"):
         ckptfix.check({"a": torch.ones(1)}, rename_map="timm-vit-transformers")
 

@@ -198,7 +198,7 @@ def test_groups_of_a_script_have_a_name_for_each_order_that_fits(groups, count):
         pytest.param([[2, 3]] * 40, [2, 3, 3, 2] * 20, False, id="many-that-fail"),
     ],
 )
-def test_groups_of_whatever_kind_list_an_order_or_not(groups, listed, expected):
+def test_orders_that_groups_may_list(groups, listed, expected):
     numbers = iter(range(100))
     rows: dict[int, Any] = {}
     params = [[next(numbers) for _ in group] for group in groups]
@@ -270,7 +270,7 @@ def test_names_that_are_those_of_a_submodule_too(keys, expected):
         {"a": {"b": {"c": {"d": {"e": {"state": {}, "param_groups": [{"params": [0]}]}}}}}},
     ],
 )
-def test_what_is_not_an_optimizer(value):
+def test_noop_values_other_than_optimizers(value):
     assert list(optimizers_in({"optimizer": value})) == []
 
 

@@ -23,5 +23,5 @@ def test_no_other_assignment_is_better(scores):
     assert sum(scores[row][column] for row, column in pairs) == max(sums)
 
 
-def test_nothing_to_assign():
+def test_noop_nothing_to_assign():
     assert assign([]) == assign([[]]) == []

@@ -25,7 +25,7 @@ def threshold(value: float) -> dict[str, Any]:
     return {"threshold": torch.full((1,), value)}
 
 
-def test_a_model_that_runs_on_noise_gets_no_other_numbers(save: Save) -> None:
+def test_noop_a_model_that_runs_on_noise(save: Save) -> None:
     assert run(save, "Detector").notes == ()
 
 
@@ -39,7 +39,7 @@ def test_a_model_that_runs_on_noise_gets_no_other_numbers(save: Save) -> None:
         ),
     ],
 )
-def test_noise_that_a_sound_model_rejects_is_replaced(
+def test_other_numbers_are_tried_if_a_model_rejects_noise(
     save: Save, factory: str, changes: dict[str, Any], went_wrong: str
 ) -> None:
     outcome = run(save, factory, changes=changes)
@@ -48,20 +48,20 @@ def test_noise_that_a_sound_model_rejects_is_replaced(
     assert outcome.notes == (f"normal random numbers {went_wrong}; numbers from 0 to 1 worked",)
 
 
-def test_a_trained_model_that_rejects_all_noise_is_not_a_defect(save: Save) -> None:
+def test_noop_a_trained_model_that_rejects_all_noise(save: Save) -> None:
     outcome = run(save, "Detector", changes=threshold(3.0))
     assert outcome.failure is None
     assert outcome.undecided.startswith(f"{NO_FIT} (float32[2, 3, 64, 64] gave ValueError: there is no object")
     assert outcome.undecided.endswith(CONTRAST)
 
 
-def test_minus_infinity_by_design_is_not_a_defect(save: Save) -> None:
+def test_noop_minus_infinity_from_a_mask(save: Save) -> None:
     outcome = run(save, "Masks", IMAGES)
     assert outcome.is_good
     assert "comes from the model" in outcome.notes[-1]
 
 
-def test_minus_infinity_by_design_is_none_in_training_either(save: Save) -> None:
+def test_noop_minus_infinity_from_a_mask_in_training_mode(save: Save) -> None:
     file = save(second_tries.Masks())
     outcome = examine(Exam(file, "tests.smoke.second_tries:Masks", device="cpu", train_mode=True, backward=True))
     assert outcome.training is not None
@@ -72,13 +72,13 @@ def test_minus_infinity_by_design_is_none_in_training_either(save: Save) -> None
 
 
 @pytest.mark.parametrize("inputs", [pytest.param((), id="derived"), pytest.param(IMAGES, id="given")])
-def test_nan_with_any_weights_is_not_the_files(save: Save, inputs: tuple[str, ...]) -> None:
+def test_nan_with_initial_weights_too_is_not_blamed_on_the_file(save: Save, inputs: tuple[str, ...]) -> None:
     outcome = run(save, "AlwaysNan", inputs)
     assert outcome.non_finite
     assert outcome.shared
 
 
-def test_the_control_is_converted_as_the_model_was(save: Save) -> None:
+def test_the_control_has_the_dtype_of_the_model(save: Save) -> None:
     outcome = run(save, "MixedNan", IMAGES)
     assert any("converted to float64" in note for note in outcome.notes)
     assert outcome.shared
@@ -92,19 +92,19 @@ def test_the_control_is_converted_as_the_model_was(save: Save) -> None:
         pytest.param(OVERFLOWING, id="finite, and overflows"),
     ],
 )
-def test_broken_weights_stay_the_files_fault(save: Save, changes: dict[str, Any]) -> None:
+def test_broken_weights_are_blamed_on_the_file(save: Save, changes: dict[str, Any]) -> None:
     outcome = run(save, "Net", changes=changes)
     assert outcome.non_finite
     assert not outcome.shared
 
 
-def test_an_error_at_nan_that_any_weights_make_is_the_codes(save: Save) -> None:
+def test_an_error_after_nan_with_initial_weights_too_is_blamed_on_the_code(save: Save) -> None:
     failure = run(save, "Asserts", IMAGES).failure
     assert failure is not None
     assert failure.blame == MODEL
 
 
-def test_an_error_at_an_overflow_is_the_files_where_the_control_runs(save: Save) -> None:
+def test_an_error_after_an_overflow_is_blamed_on_the_file_if_the_control_runs(save: Save) -> None:
     failure = run(save, "Checks", IMAGES, OVERFLOWING).failure
     assert failure is not None
     assert failure.blame == CHECKPOINT

@@ -135,11 +135,11 @@ def first_that_runs(model: nn.Module) -> str:
         pytest.param(Last(), "2x3x64x64", id="the first layer defined is not the first that runs"),
     ],
 )
-def test_an_input_is_read_off_the_layers(model: nn.Module, text: str) -> None:
+def test_inputs_follow_from_the_layers(model: nn.Module, text: str) -> None:
     assert first_that_runs(model) == text
 
 
-def test_the_protocol_of_transformers_goes_first() -> None:
+def test_inputs_of_transformers_come_first() -> None:
     model: Any = nn.Linear(3, 3)
     model.config = SimpleNamespace(vocab_size=9)
     model.main_input_name = "input_ids"
@@ -209,7 +209,7 @@ def test_the_config_says_what_forward_takes(model: nn.Module, first: list[str] |
         ),
     ],
 )
-def test_what_few_models_want_is_tried_too(model: nn.Module, guess: str) -> None:
+def test_inputs_of_few_models_are_tried_last(model: nn.Module, guess: str) -> None:
     assert [guess] in texts(model)
 
 
@@ -222,7 +222,7 @@ def test_two_towers_get_text_and_image() -> None:
     assert ["input_ids=2x8:int:0:50", "pixel_values=2x3x24x24"] in texts(clip)
 
 
-def test_a_plain_module_with_a_config_is_none_of_theirs() -> None:
+def test_noop_a_plain_module_with_a_config() -> None:
     model: Any = nn.Module()
     model.config = SimpleNamespace()
     assert not is_transformers_model(model)

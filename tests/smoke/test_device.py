@@ -26,7 +26,7 @@ def broken_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "ones", fail_on_cuda)
 
 
-def test_the_cpu_needs_no_words() -> None:
+def test_the_cpu_gives_no_note() -> None:
     assert choose_device("cpu") == (CPU, ())
 
 
@@ -70,7 +70,7 @@ def test_only_the_first_sentence_of_a_long_message_is_reported() -> None:
 
 
 @pytest.mark.usefixtures("broken_cuda")
-def test_a_restriction_of_the_user_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_visible_devices_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(DeviceError, match=r"the device cuda:1 .* \(CUDA_VISIBLE_DEVICES is 0\)"):
         choose_device("cuda:1")
@@ -129,5 +129,5 @@ def test_weights_that_do_not_fit_are_moved_in_reduced_precision() -> None:
         (torch.bfloat16, None),
     ],
 )
-def test_half_the_memory(dtype: torch.dtype, reduced: torch.dtype | None) -> None:
+def test_the_dtype_with_half_the_memory(dtype: torch.dtype, reduced: torch.dtype | None) -> None:
     assert reduced_dtype(dtype, CPU) == reduced

@@ -193,14 +193,14 @@ FRIENDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", FRIENDS)
-def test_a_model_that_only_looks_alike_is_not_filled(pair):
+def test_a_model_of_another_architecture_is_not_filled(pair):
     source, target = (make() for make in FRIENDS[pair])
     (finding,) = findings(source, target, rename_layers=True)
     assert "the outputs of the two models differ" in finding.message
     assert finding.fix is None
 
 
-def test_the_same_names_may_be_another_function():
+def test_equal_names_with_another_function_are_refuted():
     (finding,) = findings(encoder("relu"), encoder())
     assert finding.level is Level.WARNING
     (finding,) = findings(encoder(), encoder())
@@ -208,7 +208,7 @@ def test_the_same_names_may_be_another_function():
     assert "verified" in finding.message
 
 
-def test_two_heads_that_were_exchanged_are_found():
+def test_exchanged_heads_are_refuted():
     """The names and the order say that the first is the first; the outputs say that it is the second."""
     source, target = Heads(("head", "head_dist")), Heads(("cls_classifier", "dist_classifier"), -1)
     proposed, note = findings(source, target)
@@ -293,7 +293,7 @@ OURS, THEIRS = ("stem", "body", "cls", "box"), ("conv_in", "trunk", "score", "co
         ),
     ],
 )
-def test_what_differs_elsewhere_is_refuted(ours, theirs):
+def test_a_difference_at_other_inputs_refutes_the_map(ours, theirs):
     (finding,) = findings(Body(OURS, ours), Body(THEIRS, theirs))
     assert "do not compute the same" in finding.message
     assert finding.fix is None
@@ -320,7 +320,7 @@ def test_rows_and_columns_may_be_one_axis():
     assert proposed.evidence["labels"] == {"verified": 8}
 
 
-def test_what_no_output_sees_is_not_verified():
+def test_tensors_that_change_no_output_are_not_verified():
     """A layer for the training only, of which the file has two and the target has one."""
     source = Body(("stem", "body", "cls", "aux_early", "aux_late"), lambda h, cls, *others: cls(h))
     target = Body(("conv_in", "trunk", "score", "extra"), lambda h, cls, *others: cls(h))
@@ -330,7 +330,7 @@ def test_what_no_output_sees_is_not_verified():
     assert proposed.fix is None or proposed.fix.applicability is Applicability.UNSAFE
 
 
-def test_rounding_to_float32_refutes_nothing():
+def test_rounding_to_float32_gives_no_verdict():
     def rounded(h: Any, cls: Any, box: Any) -> Any:
         return cls(h.float().double())
 
@@ -365,7 +365,7 @@ class Pooled(Towers):
         pytest.param(Towers, Pooled, "share no shape", id="shapes"),
     ],
 )
-def test_what_proves_nothing_leaves_the_label(source, target, reason):
+def test_a_proof_without_a_verdict_keeps_the_labels(source, target, reason):
     proposed, *_ = findings(source(("online", "momentum"), torch.sub), target(("left", "right"), torch.sub))
     assert reason in proposed.message
     assert proposed.fix is not None
@@ -373,7 +373,7 @@ def test_what_proves_nothing_leaves_the_label(source, target, reason):
     assert "verified" not in proposed.evidence["labels"]
 
 
-def test_a_file_of_another_model_proves_nothing():
+def test_a_file_of_another_model_gives_no_verdict():
     towers = Towers(("left", "right"), torch.sub)
     report = ckptfix.check(
         Towers(("online", "momentum"), torch.sub).state_dict(), towers, source_model=Heads(("a", "b")), values=False

@@ -73,7 +73,7 @@ def test_nan_in_the_weights_is_traced_to_its_module(save: Save) -> None:
     assert outcome.origin.name == "bn (BatchNorm2d)"
 
 
-def test_a_model_that_raises_at_nan_convicts_the_checkpoint(save: Save) -> None:
+def test_an_error_after_nan_in_the_weights_is_blamed_on_the_file(save: Save) -> None:
     outcome = run(save(models.Checks(), {"fc.bias": torch.full((2,), torch.nan)}), "Checks")
     assert outcome.failure is not None
     assert outcome.failure.blame == CHECKPOINT
@@ -113,13 +113,13 @@ def test_the_innermost_module_and_line_are_named(save: Save) -> None:
     assert "models.py" in failure.traceback
 
 
-def test_a_guess_that_fails_without_the_file_too_is_not_a_verdict(save: Save) -> None:
+def test_no_verdict_if_the_derived_input_also_fails_with_initial_weights(save: Save) -> None:
     outcome = run(save(models.Refuses()), "Refuses")
     assert outcome.failure is None
     assert outcome.undecided.startswith(f"{NO_FIT} (float32[2, 3, 64, 64] gave ValueError: I never run")
 
 
-def test_no_guess_at_all_is_not_a_verdict(tmp_path: Path) -> None:
+def test_no_verdict_without_an_input(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, tmp_path / "w.pth")
     outcome = examine(Exam(str(tmp_path / "w.pth"), "torch.nn:PReLU", {"num_parameters": 3}, device="cpu"))
     assert (outcome.failure, outcome.undecided) == (None, NO_GUESS)
@@ -128,7 +128,7 @@ def test_no_guess_at_all_is_not_a_verdict(tmp_path: Path) -> None:
 CORRUPT = {"index": torch.full((1,), 3.0)}
 
 
-def test_a_model_that_runs_without_the_file_alone_is_a_hint_and_no_verdict(save: Save) -> None:
+def test_no_verdict_if_the_model_only_runs_with_initial_weights(save: Save) -> None:
     outcome = run(save(models.Guards(), CORRUPT), "Guards")
     assert outcome.failure is None
     assert outcome.undecided.startswith(f"{NO_FIT} (float32[2, 3, 64, 64] gave ValueError: the index is corrupt")
@@ -217,7 +217,7 @@ def test_an_overflow_of_half_precision_is_run_again_in_float32(value: float, is_
         assert recheck_in_float32(run, subject).finite_in_float32 is is_finite
 
 
-def test_what_is_finite_is_run_once() -> None:
+def test_noop_a_finite_output_is_not_run_in_float32() -> None:
     subject = LoadedModel(models.Net().half().eval(), torch.device("cpu"), torch.float16)
     run = attempt(subject, Arguments((torch.ones((1, 3, 8, 8), dtype=torch.float16),)), ExamOutcome())
     assert recheck_in_float32(run, subject).finite_in_float32 is None
@@ -295,7 +295,7 @@ def test_the_input_follows_a_model_that_was_converted_since() -> None:
     assert train(subject, arguments, False, ExamOutcome("cpu")).inputs == ("float32[2, 4]",)
 
 
-def test_a_model_that_takes_no_batch_trains_on_one() -> None:
+def test_training_mode_with_a_batch_of_one() -> None:
     class Single(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if len(x) > 1:
@@ -368,7 +368,7 @@ VAR = torch.tensor([1.0, torch.nan, 1.0, 1.0])
         pytest.param({"bn.running_var": VAR}, False, id="fine in training mode alone"),
     ],
 )
-def test_both_modes_of_one_file(save: Save, changes: dict[str, Tensor], is_good: bool) -> None:
+def test_broken_statistics_show_only_in_eval_mode(save: Save, changes: dict[str, Tensor], is_good: bool) -> None:
     job = Exam(save(models.Net(), changes), "tests.smoke.models:Net", device="cpu", train_mode=True)
     outcome = examine(job)
     assert outcome.is_good is is_good

@@ -45,7 +45,7 @@ def test_a_failure_says_whose_fault_it_is_and_where() -> None:
     assert "--input" in remedies_text(finding.remedies)
 
 
-def test_keys_of_the_strict_load_are_the_findings() -> None:
+def test_the_finding_has_the_keys_of_the_strict_load() -> None:
     finding = only(ExamOutcome("cpu", failure=Failure("load", "checkpoint", "1 missing key", keys=("fc.bias",))))
     assert finding.keys == ("fc.bias",)
 
@@ -81,7 +81,7 @@ def test_several_broken_tensors_are_named_in_the_plural() -> None:
     assert message.endswith("whose running_mean and running_var are not finite themselves")
 
 
-def test_finite_weights_are_not_accused() -> None:
+def test_noop_finite_weights_are_not_blamed() -> None:
     origin = replace(BROKEN, weights=(Figures("weight", "float32[4]", low=0, high=1),))
     finding = only(replace(RAN, non_finite=(NAN,), origin=origin))
     assert finding.keys == ()
@@ -121,7 +121,7 @@ def test_running_statistics_are_named_by_their_keys() -> None:
     assert finding.keys == ("bn.running_mean", "bn.running_var")
 
 
-def test_a_negative_variance_is_an_accusation() -> None:
+def test_a_negative_variance_is_named_as_the_cause() -> None:
     origin = replace(SOUND, weights=(Figures("running_var", "float32[4]", low=-1, high=1),))
     finding = only(replace(RAN, non_finite=(NAN,), origin=origin))
     assert finding.keys == ("bn.running_var",)
@@ -162,7 +162,7 @@ def test_training_mode(training: ExamOutcome, level: Level, said: str) -> None:
     assert said in finding.message
 
 
-def test_what_is_broken_in_eval_mode_is_reported_once() -> None:
+def test_a_defect_in_both_modes_is_reported_once() -> None:
     broken = replace(RAN, non_finite=(NAN,), origin=BROKEN)
     assert only(replace(broken, training=broken)).code == "RUN102"
 

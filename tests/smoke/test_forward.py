@@ -43,7 +43,7 @@ def test_an_error_is_an_outcome() -> None:
 
 
 @pytest.mark.parametrize("channels", [3, 1])
-def test_what_another_pass_came_to_is_not_taken_over(channels: int) -> None:
+def test_the_failure_of_an_earlier_pass_is_dropped(channels: int) -> None:
     before = ExamOutcome(
         failure=Failure("forward", CHECKPOINT, "ValueError: no"), non_finite=(Figures("x", "float32[2]"),)
     )
@@ -181,7 +181,7 @@ class Borrows(nn.Module):
         return x @ self.child.weight
 
 
-def test_a_weight_that_is_borrowed_from_a_child_is_named_and_a_mask_is_not() -> None:
+def test_broken_weights_of_children_are_named_and_masks_are_not() -> None:
     origin = trace_of(_with_nan(Borrows(), "child.weight"), torch.ones(1, 2)).origin
     assert origin is not None
     assert [figures.tensor for figures in origin.weights] == ["child.weight", "mask"]
@@ -202,7 +202,7 @@ NAN = torch.full((2, 4), torch.nan)
         pytest.param(nn.Linear(2, 2).half(), id="half"),
     ],
 )
-def test_a_models_own_state_dict_loads_and_arrives(model: nn.Module) -> None:
+def test_a_strict_load_of_the_models_own_state_dict(model: nn.Module) -> None:
     state = {key: value.clone() for key, value in model.state_dict().items()}
     load_strictly(model, state)
     loaded = model.state_dict()
@@ -224,7 +224,7 @@ def test_a_model_without_memory_gets_its_tensors_from_the_load() -> None:
     assert model.weight.requires_grad
 
 
-def test_nan_of_the_file_is_not_proof_against_the_load() -> None:
+def test_nan_in_the_file_does_not_mean_that_it_was_not_loaded() -> None:
     load_strictly(Net(), {**Net().state_dict(), "fc.weight": NAN})
 
 
@@ -245,7 +245,7 @@ def test_a_strict_load_that_fails_is_counted(change: dict[str, Any], said: str, 
     assert caught.value.keys == keys
 
 
-def test_a_parameter_that_the_strict_load_cannot_miss_is_found() -> None:
+def test_a_parameter_that_a_strict_load_skips_is_found() -> None:
     state = Hider().state_dict()
     assert "hidden" not in state
     with pytest.raises(NotLoadedError, match="skipped 1 parameter") as caught:
@@ -261,7 +261,7 @@ def run(save: Save, factory: str, inputs: tuple[str, ...] = IMAGES) -> ExamOutco
     return examine(Exam(save(model), f"tests.smoke.second_tries:{factory}", inputs=inputs, device="cpu"))
 
 
-def test_what_runs_at_once_is_run_once_and_needs_no_words() -> None:
+def test_noop_a_pass_that_succeeds_is_not_repeated() -> None:
     calls: list[Any] = []
     model = models.Net().eval()
     model.register_forward_hook(lambda *call: calls.append(call))
@@ -272,7 +272,7 @@ def test_what_runs_at_once_is_run_once_and_needs_no_words() -> None:
     assert (len(calls), done.outcome.notes) == (1, ())
 
 
-def test_a_model_that_minds_its_dtypes_itself_is_left_to_it(save: Save) -> None:
+def test_noop_a_model_that_converts_its_dtypes_itself(save: Save) -> None:
     outcome = run(save, "HalfInPart")
     assert outcome.is_good
     assert (outcome.inputs, outcome.notes) == (("float16[4, 3, 16, 16]",), ())
@@ -326,7 +326,7 @@ def test_a_second_try_that_helps_is_reported(save: Save, factory: str, inputs: s
         ),
     ],
 )
-def test_where_nothing_helps_the_first_failure_stands(
+def test_the_first_failure_is_reported_if_no_retry_helps(
     save: Save, factory: str, blame: str, error: str, note: str
 ) -> None:
     outcome = run(save, factory)
@@ -343,7 +343,7 @@ def test_a_derived_input_finds_less_memory_too(save: Save) -> None:
     assert outcome.inputs == ("float32[1, 3, 64, 64]",)
 
 
-def test_half_weights_that_meet_floats_of_the_code_are_widened() -> None:
+def test_half_weights_are_converted_if_the_code_makes_floats() -> None:
     class Scales(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x * torch.ones(2))  # a float32 of its own
@@ -365,7 +365,7 @@ def test_half_weights_that_meet_floats_of_the_code_are_widened() -> None:
         pytest.param("Hungry", ("1x1x16x16",), "input-channels", id="input"),
     ],
 )
-def test_what_a_failure_says_is_known_to_explain(
+def test_explain_knows_the_error_of_each_failure(
     save: Save, factory: str, inputs: tuple[str, ...], record: str
 ) -> None:
     [finding] = findings_of(run(save, factory, inputs))

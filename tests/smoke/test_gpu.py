@@ -59,21 +59,21 @@ def test_half_weights_run_in_half_on_the_gpu(save: Save) -> None:
     assert result.inputs == ("float16[2, 3, 64, 64]",)
 
 
-def test_a_hidden_gpu_is_not_there(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_respects_a_hidden_gpu(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result, findings = run(save, models.Net, device="auto")
     assert (result.passed, result.device, findings) == (True, "cpu", [])
     assert "CUDA_VISIBLE_DEVICES is empty" in result.note
 
 
-def test_a_gpu_that_does_not_exist_is_the_environments_fault(save: Save) -> None:
+def test_a_missing_gpu_is_blamed_on_the_environment(save: Save) -> None:
     result, [finding] = run(save, models.Net, device=f"cuda:{torch.cuda.device_count()}")
     assert result.passed is False
     assert finding.evidence["blame"] == "environment"
     assert finding.evidence["stage"] == "device"
 
 
-def test_an_index_out_of_range_in_a_derived_input_proves_nothing(save: Save) -> None:
+def test_an_index_out_of_range_in_a_derived_input_gives_no_verdict(save: Save) -> None:
     result, [finding] = run(save, gpu_failures.TooManyWords)
     assert result.passed is None
     assert finding.level is Level.WARNING
@@ -89,14 +89,14 @@ def test_an_index_out_of_range_in_a_given_input_is_named_at_its_line(save: Save)
 
 
 @pytest.mark.parametrize("model", [gpu_failures.Greedy, gpu_failures.Capped], ids=["all of it", "a share of it"])
-def test_a_lack_of_memory_is_met_with_a_smaller_batch(save: Save, model: type[nn.Module]) -> None:
+def test_the_batch_is_halved_if_memory_runs_out(save: Save, model: type[nn.Module]) -> None:
     result, findings = run(save, model, "8x3x16x16", built=models.Net)  # one of the two sets a limit for its process
     assert result.passed is True
     assert findings == []
     assert "a batch of 8 did not fit into memory, so it was cut to" in result.note
 
 
-def test_an_overflow_of_half_precision_is_a_limit_of_the_dtype(save: Save) -> None:
+def test_an_overflow_in_half_precision_is_blamed_on_the_dtype(save: Save) -> None:
     weights = {f"{name}.weight": torch.full((16, 16), 200.0).half() for name in ("first", "second")}
     result, [finding] = run(save, gpu_failures.Overflows, "2x16", changes=weights)
     assert result.passed is True
@@ -104,7 +104,7 @@ def test_an_overflow_of_half_precision_is_a_limit_of_the_dtype(save: Save) -> No
     assert "a limit of the dtype" in finding.message
 
 
-def test_a_tensor_of_the_code_on_another_device_is_the_codes_fault(save: Save) -> None:
+def test_a_tensor_on_another_device_is_blamed_on_the_code(save: Save) -> None:
     result, [finding] = run(save, gpu_failures.OnTheCpu, "2x3x16x16")
     assert result.passed is False
     assert finding.evidence["blame"] == "model"

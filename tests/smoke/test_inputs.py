@@ -35,7 +35,7 @@ from tests.smoke.conftest import Save
         pytest.param("more.ids=2x6", RandomInput((2, 6), None, "more.ids"), id="a member of a dict"),
     ],
 )
-def test_a_text_is_parsed_and_printed_alike(text: str, meant: RandomInput) -> None:
+def test_an_input_is_printed_as_it_was_given(text: str, meant: RandomInput) -> None:
     assert parse_inputs([text]) == (meant,)
     assert str(meant) == text
 
@@ -56,7 +56,7 @@ def test_a_text_is_parsed_and_printed_alike(text: str, meant: RandomInput) -> No
         pytest.param(["nowhere.npy"], "no file 'nowhere.npy'", id="a file that is not there"),
     ],
 )
-def test_nonsense_is_one_line(texts: list[str], said: str) -> None:
+def test_an_invalid_input_is_an_error_of_one_line(texts: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         parse_inputs(texts)
     assert "\n" not in str(caught.value)
@@ -82,7 +82,7 @@ def image(channel: float | None = None) -> Tensor:
         pytest.param(torch.empty(0), id="nothing"),
     ],
 )
-def test_an_input_in_order_is_taken(given: Tensor) -> None:
+def test_noop_a_finite_input(given: Tensor) -> None:
     refuse_non_finite("x.pt", given)
 
 
@@ -143,7 +143,7 @@ def said_of(model: nn.Module, given: Tensor) -> str:
         pytest.param(nn.Conv2d(3, 2, 1), image() * 255, id="no statistics"),
     ],
 )
-def test_a_scale_as_in_training_needs_no_words(model: nn.Module, given: Tensor) -> None:
+def test_noop_an_input_scaled_as_in_training(model: nn.Module, given: Tensor) -> None:
     assert said_of(model, given) == ""
 
 
@@ -262,7 +262,7 @@ def test_the_first_of_a_batch_and_twice_the_batch() -> None:
     assert torch.equal(twice.args[0][0], made.args[0][0])
 
 
-def test_another_dtype_is_for_floats_alone() -> None:
+def test_only_floats_are_converted() -> None:
     made = make("2", "2:int:0:9").to(CPU, torch.float64)
     assert [tensor.dtype for tensor in made.args] == [torch.float64, torch.int64]
 

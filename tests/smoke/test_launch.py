@@ -63,7 +63,7 @@ def test_a_control_that_crashes_leaves_the_test_undecided(save: Save) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are of POSIX")
-def test_a_crash_leaves_its_stage_its_stack_and_its_last_words(save: Save) -> None:
+def test_a_crash_reports_stage_stack_and_output(save: Save) -> None:
     ending = start(save(models.Net()), "Aborts")
     assert not ending.answered
     assert (ending.returncode, ending.timed_out, ending.stage) == (-6, False, "forward")
@@ -85,9 +85,7 @@ def test_a_limit_of_memory_is_met_with_a_smaller_batch_and_half_precision(save: 
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_what_the_model_leaves_running_is_not_waited_for(
-    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_left_by_the_model_are_killed(save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
     ending = start(save(models.Net()), "Lingers")
     assert ending.answered
@@ -99,7 +97,7 @@ def test_what_the_model_leaves_running_is_not_waited_for(
 @pytest.mark.usefixtures("real_child")
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_a_time_out_ends_the_child_and_all_that_it_started(
+def test_a_time_out_kills_the_child_and_its_processes(
     save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))

@@ -48,7 +48,7 @@ def test_a_healthy_file_is_left_unchanged(tmp_path: Path, trained: nn.Module, da
     assert not repaired.plan
 
 
-def test_the_model_of_a_factory_measures_what_the_model_itself_does(tmp_path: Path, trained: nn.Module, data: Path):
+def test_a_factory_and_a_model_measure_the_same(tmp_path: Path, trained: nn.Module, data: Path):
     path = saved(tmp_path, trained, {"1.running_var": math.nan})
     given, made = (ckptfix.repair(path, model, recalibrate=str(data)) for model in (net(), f"{__name__}:net"))
     assert made.report.exit_code == 0
@@ -66,7 +66,7 @@ def test_the_model_of_a_factory_measures_what_the_model_itself_does(tmp_path: Pa
         pytest.param({"4.running_mean": math.inf}, "4.", id="Inf in a mean"),
     ],
 )
-def test_the_broken_norm_alone_is_measured(
+def test_only_broken_norms_are_measured(
     tmp_path: Path, trained: nn.Module, data: Path, broken: dict[str, float], module: str
 ):
     target = net()
@@ -81,7 +81,7 @@ def test_the_broken_norm_alone_is_measured(
     assert all(torch.equal(tensor, before[key]) for key, tensor in target.state_dict().items())
 
 
-def test_norms_that_are_broken_in_two_ways_do_not_spoil_each_other(tmp_path: Path, trained: nn.Module, data: Path):
+def test_other_broken_norms_are_measured_first(tmp_path: Path, trained: nn.Module, data: Path):
     broken = saved(tmp_path, trained, {"1.running_var": -3.0, "4.running_mean": math.nan})
     repaired = ckptfix.repair(broken, net(), recalibrate=str(data))
     assert repaired.report.exit_code == 0
@@ -117,7 +117,7 @@ def test_data_that_gives_no_statistics(tmp_path: Path, trained: nn.Module, value
 
 
 @pytest.mark.parametrize("is_factory", [False, True], ids=["model", "factory"])
-def test_statistics_that_are_missing_are_measured_once_they_are_filled(
+def test_missing_statistics_are_measured_after_they_were_filled(
     tmp_path: Path, trained: nn.Module, data: Path, is_factory: bool
 ):
     whole = trained.state_dict()

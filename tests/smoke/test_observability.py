@@ -52,7 +52,7 @@ class Split(nn.Module):
         return self.bn(x + F.relu(self.output(mixed)) + self.also(mixed))
 
 
-def test_the_gradients_say_what_exchanges_say():
+def test_gradients_find_the_same_tensors_as_exchanges():
     torch.manual_seed(0)
     model, inputs = Split().double().eval(), torch.randn(2, 5, 8, dtype=torch.float64)
     state = model.state_dict()

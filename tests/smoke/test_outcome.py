@@ -80,7 +80,7 @@ def test_the_place_of_a_failure() -> None:
     assert Failure("build", "model", "no").place == ""
 
 
-def test_the_keys_that_cannot_be_right() -> None:
+def test_the_keys_of_broken_weights() -> None:
     fine, bad = Figures("weight", "float32[2]", low=-1, high=1), Figures("bias", "float32[2]", nan=1)
     negative = Figures("running_var", "float32[2]", low=-1, high=1)
     assert FaultOrigin("bn", "BatchNorm2d", FIGURES, (), (fine, bad, negative)).broken == ("bn.bias", "bn.running_var")
@@ -241,11 +241,11 @@ def test_genuine_messages_about_the_input(call: Callable[[], Any]) -> None:
         pytest.param("training", ValueError("no targets"), MODEL, id="backward"),
     ],
 )
-def test_whose_fault(stage: str, error: Exception, blame: str) -> None:
+def test_failures_are_blamed_on_the_right_part(stage: str, error: Exception, blame: str) -> None:
     assert diagnose(stage, error).blame == blame
 
 
-def test_a_genuine_lack_of_memory_is_the_environments() -> None:
+def test_running_out_of_memory_is_blamed_on_the_environment() -> None:
     failure = diagnose("forward", error_of(lambda: torch.empty(2**50)))
     assert failure.blame == ENVIRONMENT
     assert is_out_of_memory(failure)
@@ -273,7 +273,7 @@ def test_genuine_mismatches_of_dtypes(call: Callable[[], Any]) -> None:
     assert not any((is_out_of_memory(failure), is_cudnn_failure(failure), is_sticky(failure.error)))
 
 
-def test_a_mismatch_of_shapes_is_none_of_dtypes() -> None:
+def test_noop_a_mismatch_of_shapes_is_not_one_of_dtypes() -> None:
     assert not is_dtype_mismatch(diagnose("forward", error_of(conv(2, 1, 8, 8))))
     assert not is_dtype_mismatch(None)
 
@@ -290,7 +290,7 @@ def test_a_mismatch_of_shapes_is_none_of_dtypes() -> None:
         ("RuntimeError: CUDA error: no kernel image is available for execution on the device", False, False, False),
     ],
 )
-def test_what_may_be_tried_again(error: str, cudnn: bool, memory: bool, sticky: bool) -> None:
+def test_errors_after_which_a_retry_may_help(error: str, cudnn: bool, memory: bool, sticky: bool) -> None:
     failure = Failure("forward", ENVIRONMENT, error)
     assert (is_cudnn_failure(failure), is_out_of_memory(failure), is_sticky(error)) == (cudnn, memory, sticky)
 
@@ -308,17 +308,17 @@ def test_what_may_be_tried_again(error: str, cudnn: bool, memory: bool, sticky: 
         pytest.param("index out of bounds", None, id="no assert"),
     ],
 )
-def test_what_a_kernel_printed(printed: str, blame: str | None) -> None:
+def test_the_failed_assertion_of_a_kernel(printed: str, blame: str | None) -> None:
     assert blame_of_assert(printed) == blame
 
 
-def test_a_wrong_call_is_the_inputs_at_the_model_and_the_codes_within() -> None:
+def test_a_wrong_call_is_blamed_on_the_input_only_at_the_model_itself() -> None:
     error = error_of(lambda: nn.Linear(2, 2)())
     assert diagnose("forward", error, ("", "Net"), depth=1).blame == INPUT
     assert diagnose("forward", error, ("head", "Linear"), depth=2).blame == MODEL
 
 
-def test_an_error_after_the_nan_of_a_broken_weight_is_the_checkpoints() -> None:
+def test_an_error_after_nan_from_a_broken_weight_is_blamed_on_the_checkpoint() -> None:
     assert diagnose("forward", ValueError("NaN loss"), origin=BROKEN).blame == CHECKPOINT
     assert diagnose("forward", ValueError("NaN loss"), origin=SOUND).blame == MODEL
 
@@ -329,7 +329,7 @@ def test_the_message_is_one_line() -> None:
     assert diagnose("read", UnreadableError("w.pth: cut off")).error == "w.pth: cut off"
 
 
-def test_the_line_and_the_traceback_are_the_users() -> None:
+def test_a_failure_has_the_line_of_the_users_code() -> None:
     failure = diagnose("forward", error_of(conv(2, 1, 8, 8)))
     assert failure.where.startswith("test_outcome.py:")
     assert failure.traceback.startswith("Traceback (most recent call last):\n")
@@ -346,7 +346,7 @@ def test_the_line_and_the_traceback_are_the_users() -> None:
         pytest.param(CHECKPOINT, "ValueError: NaN", True, id="the weights are broken"),
     ],
 )
-def test_what_no_input_could_have_helped(blame: str, error: str, holds: bool) -> None:
+def test_failures_that_hold_for_any_input(blame: str, error: str, holds: bool) -> None:
     assert holds_for_any_input(Failure("forward", blame, error)) is holds
 
 

@@ -98,7 +98,7 @@ def test_a_wrapper_and_a_missing_counter_are_repaired_first(save: Save, tmp_path
     assert str(compared(save, tmp_path, theirs)) == "against other.pth after safe repairs: bit-equal"
 
 
-def test_weights_that_differ_are_a_figure_and_no_finding(save: Save, tmp_path: Path) -> None:
+def test_noop_a_difference_between_different_weights(save: Save, tmp_path: Path) -> None:
     bias = net()["fc.bias"]
     seen = compared(save, tmp_path, net(fc__bias=bias + torch.tensor([8.0, 0])))
     assert seen.difference == pytest.approx(8, rel=1e-5)
@@ -109,7 +109,7 @@ def test_weights_that_differ_are_a_figure_and_no_finding(save: Save, tmp_path: P
     assert findings_of(ExamOutcome("cpu", compared=seen)) == []
 
 
-def test_another_class_everywhere(save: Save, tmp_path: Path) -> None:
+def test_a_reference_with_other_predictions(save: Save, tmp_path: Path) -> None:
     ours, theirs = (net(fc__bias=torch.tensor([high, 0.0])) for high in (9, -9))
     assert compared(save, tmp_path, theirs, ours).agreement == 0
 
@@ -182,7 +182,7 @@ def test_a_model_that_is_not_repeatable_is_a_note(save: Save, tmp_path: Path) ->
     )
 
 
-def test_what_was_converted_is_converted_for_both(save: Save, tmp_path: Path) -> None:
+def test_both_sides_have_the_same_dtype(save: Save, tmp_path: Path) -> None:
     model = Mixed()
     save(model)
     outcome = compare(tmp_path, model.state_dict(), "tests.smoke.second_tries:Mixed")
@@ -191,7 +191,7 @@ def test_what_was_converted_is_converted_for_both(save: Save, tmp_path: Path) ->
     assert outcome.compared.identical
 
 
-def test_outputs_are_kept_though_the_factory_gives_one_model_for_all(save: Save, tmp_path: Path) -> None:
+def test_outputs_are_kept_if_the_factory_returns_the_same_model(save: Save, tmp_path: Path) -> None:
     save(shows)
     theirs = {"fc.weight": torch.full((3, 3), 7.0), "fc.bias": torch.zeros(3)}
     seen = compare(tmp_path, theirs, "tests.smoke.test_reference:shows").compared
@@ -199,7 +199,7 @@ def test_outputs_are_kept_though_the_factory_gives_one_model_for_all(save: Save,
     assert seen.difference > 5
 
 
-def test_training_and_gradients_change_nothing_about_it(save: Save, tmp_path: Path) -> None:
+def test_a_comparison_after_training_mode_is_the_same(save: Save, tmp_path: Path) -> None:
     file = save(models.Net())
     job = Exam(file, "tests.smoke.models:Net", device="cpu", backward=True, reference=Reference(file, "itself"))
     outcome = examine(job)
@@ -211,7 +211,7 @@ def settings(compare: str, smoke: bool | None = None) -> Settings:
     return Settings(smoke=smoke, weights="ema", compare=compare)
 
 
-def test_the_source_is_opened_as_it_was() -> None:
+def test_the_source_is_opened_with_the_same_settings() -> None:
     assert Reference.of(Settings(), "a.pth") is None
     assert Reference.of(settings("source"), "a.pth") == Reference("a.pth", "a.pth", "ema")
     assert Reference.of(settings("b.pth"), "a.pth") == Reference("b.pth", "b.pth")
@@ -294,19 +294,19 @@ def test_outputs_of_other_kinds_are_not_compared(ours: Any, theirs: Any) -> None
         pytest.param([torch.inf, 1.0, torch.nan], False, id="of the other sign"),
     ],
 )
-def test_values_that_are_not_finite_differ_or_do_not(theirs: list[float], is_close: bool) -> None:
+def test_non_finite_values_are_compared(theirs: list[float], is_close: bool) -> None:
     seen = agreement_of(torch.tensor([[-torch.inf, 1.0, torch.nan]]), torch.tensor([theirs]))
     assert seen.is_close is is_close
     assert seen.scale >= 1
 
 
-def test_integers_differ_or_do_not() -> None:
+def test_integers_are_compared() -> None:
     labels = torch.tensor([1, 2])
     assert agreement_of(labels, labels.clone()).identical
     assert not agreement_of(labels, labels + 1).identical
 
 
-def test_the_size_of_one_value_has_no_classes() -> None:
+def test_outputs_of_one_value_have_no_classes() -> None:
     assert agreement_of(torch.ones(2, 1), torch.ones(2, 1)).agreement is None
 
 

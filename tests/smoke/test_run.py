@@ -83,7 +83,7 @@ def test_a_second_child_names_the_true_line(save: Save, monkeypatch: pytest.Monk
         pytest.param(Settings(device="gpu"), "device=", id="device"),
     ],
 )
-def test_settings_without_meaning_start_nothing(settings: Settings, said: str) -> None:
+def test_invalid_settings_start_no_child(settings: Settings, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         run_smoke("absent.pth", "absent:absent", {}, settings)
 
@@ -94,7 +94,7 @@ def test_a_pass_is_reported_with_its_device() -> None:
     assert result == SmokeResult(True, "cpu", "there is no CUDA device", RAN.inputs, RAN.outputs, 0.5)
 
 
-def test_an_answer_stands_though_the_process_crashes_on_its_way_out() -> None:
+def test_an_answer_counts_if_the_process_crashes_while_exiting() -> None:
     assert judge(answer(RAN, returncode=-11), 5)[0].passed is True
 
 
@@ -110,7 +110,7 @@ UNDECIDED = ExamOutcome(
         pytest.param(replace(answer(UNDECIDED, -6), stage="control"), id="the control crashed"),
     ],
 )
-def test_no_verdict_is_not_passed_and_asks_for_an_input(ending: Ending) -> None:
+def test_an_undecided_test_has_not_passed(ending: Ending) -> None:
     result, findings = judge(ending, 5)
     assert result.passed is None
     assert result.note == "no derived input works for the model. There is no CUDA device"
@@ -136,7 +136,7 @@ def test_no_verdict_is_not_passed_and_asks_for_an_input(ending: Ending) -> None:
     ],
 )
 @pytest.mark.skipif("sys.platform == 'win32'", reason="signals are of POSIX")
-def test_a_death_is_a_finding(ending: Ending, blame: str, said: str) -> None:
+def test_a_child_that_dies_is_a_finding(ending: Ending, blame: str, said: str) -> None:
     finding = only(ending)
     assert (finding.code, finding.name) == ("RUN101", "forward-fails")
     assert finding.evidence["blame"] == blame
@@ -171,7 +171,7 @@ def test_a_crash_in_training_mode_leaves_the_verdict_of_eval_mode() -> None:
     assert "SIGSEGV" in finding.message
 
 
-def test_what_was_looked_at_beyond_the_pass_has_its_lines() -> None:
+def test_each_further_check_has_a_line() -> None:
     trained = ExamOutcome(notes=("a note",), seconds=0.25, gradients=Gradients(finite=5, frozen=1))
     compared = Comparison("cpu", difference=1e-4, scale=2.0, tolerance=1e-3, agreement=1.0)
     result, findings = judge(answer(replace(RAN, device="cuda:0", training=trained, devices=compared)), 5)
@@ -193,7 +193,7 @@ def test_what_was_looked_at_beyond_the_pass_has_its_lines() -> None:
         pytest.param(replace(RAN, non_finite=(NAN,), finite_in_float32=False), False, id="in any dtype"),
     ],
 )
-def test_values_that_are_not_finite_are_judged_by_their_cause(outcome: ExamOutcome, passed: bool | None) -> None:
+def test_non_finite_outputs_are_graded_by_their_cause(outcome: ExamOutcome, passed: bool | None) -> None:
     result, [finding] = judge(answer(outcome), 5)
     assert result.passed is passed
     assert finding.code == "RUN102"
@@ -201,7 +201,7 @@ def test_values_that_are_not_finite_are_judged_by_their_cause(outcome: ExamOutco
 
 
 @pytest.mark.parametrize(("weights", "offers"), [((Figures("bias", "float32[2]", nan=2),), False), ((), True)])
-def test_no_other_input_helps_where_the_weights_are_not_finite(weights: tuple[Figures, ...], offers: bool) -> None:
+def test_no_other_input_is_suggested_for_broken_weights(weights: tuple[Figures, ...], offers: bool) -> None:
     origin = FaultOrigin("bn", "BatchNorm2d", NAN, (), weights)
     _, [finding] = judge(answer(replace(RAN, non_finite=(NAN,), origin=origin)), 5)
     assert ("--input SPEC" in remedies_text(finding.remedies)) is offers
@@ -225,7 +225,7 @@ LOST = replace(RAN, failure=Failure("forward", "environment", "RuntimeError: CUD
         ),
     ],
 )
-def test_what_needs_a_second_child(ending: Ending, lost: bool) -> None:
+def test_failures_that_need_a_second_child(ending: Ending, lost: bool) -> None:
     assert lost_the_gpu(ending) is lost
 
 

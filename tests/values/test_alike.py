@@ -69,7 +69,7 @@ def test_values_decide(renamed, change, tmp_path):
     )
 
 
-def test_names_that_say_nothing(tmp_path):
+def test_values_decide_if_names_do_not(tmp_path):
     like = {key: value for key, value in trained(0).items() if "small" not in key}
     found = repaired(shuffled(tuned(like)), like, tmp_path)
     report = found.report
@@ -101,7 +101,7 @@ def test_values_on_another_device_are_compared(side):
     }
 
 
-def test_another_training_and_no_values_say_nothing(tmp_path):
+def test_noop_values_of_another_training(tmp_path):
     state = NAMES["siblings under each other's names"](trained(1))
     reports = [repaired(state, trained(0), tmp_path, values=values).report for values in (True, False)]
     found = [next(f for f in report.findings if f.code == "KEY106") for report in reports]

@@ -39,7 +39,7 @@ def test_the_smallest_normal_is_that_of_torch(name):
     assert form.smallest_normal == torch.finfo(getattr(torch, name)).smallest_normal
 
 
-def test_all_floats_but_the_packed_one_have_an_encoding():
+def test_all_floats_except_packed_ones_have_an_encoding():
     assert {name for name, dtype in DTYPES.items() if dtype.is_float and encoding(name) is None} == {"float4_e2m1fn_x2"}
 
 

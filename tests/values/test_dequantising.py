@@ -95,7 +95,7 @@ def _made(layer: dict[str, torch.Tensor], dtype: str) -> TensorSpec | None:
     [(nested(), NESTED_MADE, "bfloat16", (5, 13)), (plain(), PLAIN_MADE, "float16", (3, 23))],
     ids=["nf4", "fp4"],
 )
-def test_the_same_bits_as_bitsandbytes(layer, made, dtype, shape):
+def test_dequantised_weights_have_the_bits_of_bitsandbytes(layer, made, dtype, shape):
     spec = _made(layer, dtype)
     assert spec is not None
     assert (spec.shape, bytes(row_major_bytes(spec, "f")).hex()) == (shape, made)

@@ -20,12 +20,12 @@ from ckptfix.values.optimizer import Training, alignment, counted_steps, stronge
         pytest.param({"optimizer": {"param_groups": [3]}}, id="no-groups"),
     ],
 )
-def test_no_optimizer_is_none(root):
+def test_noop_a_file_without_an_optimizer(root):
     assert strongest_decay(root) is None
 
 
 @pytest.mark.parametrize("place", ["optimizer", "optimizer_state_dict", "adamw"])
-def test_the_group_with_most_decay_counts(place):
+def test_the_group_with_the_most_decay_is_used(place):
     plain, decayed = {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.2, "weight_decay": 0.05, "betas": (0.9, 0.999)}
     groups = [{**plain, "params": [0]}, {**decayed, "params": [1]}]
     assert strongest_decay({place: {"state": {}, "param_groups": groups}}) == {"lr": 0.2, "weight_decay": 0.05}
@@ -69,7 +69,7 @@ def decay_apart(net):
 
 
 @pytest.mark.parametrize("groups", [None, decay_apart], ids=["one-group", "decay-apart"])
-def test_adamw_says_where_no_gradient_arrived(tmp_path, groups):
+def test_adamw_shows_that_no_gradient_arrived(tmp_path, groups):
     checkpoint, net = trained(tmp_path, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5), groups=groups)
     found = trainings(checkpoint, None)
     assert found.keys() == dict(net.named_parameters()).keys()
@@ -98,13 +98,13 @@ def test_sgd_is_predicted_from_its_terms(tmp_path, momentum):
         assert found == {}, "plain SGD saves no moments, so nothing tells which parameter is which"
 
 
-def test_moments_of_another_model_are_not_believed(tmp_path):
+def test_moments_of_another_model_are_ignored(tmp_path):
     checkpoint, _ = trained(tmp_path, lambda p: torch.optim.AdamW(p, lr=0.1))
     other = {"a": torch.ones(3, 3), "b": torch.ones(3), "c": torch.ones(2), "d": torch.ones(5)}
     assert trainings(replace(open_state_dict(other), root=checkpoint.root), None) == {}
 
 
-def test_a_schedule_is_taken_at_its_mean():
+def test_a_learning_rate_schedule_counts_with_its_mean():
     plain, scheduled = Training(0.1, 0.1), Training(0.0, 0.1, initial_lr=0.2)
     assert plain.predicted_share(100) == scheduled.predicted_share(100) == pytest.approx(0.99**100)
     assert Training(0.0, 0.1).predicted_share(100) is None, "a schedule that ended, and no start of it"
@@ -121,7 +121,7 @@ def test_steps_that_the_trainer_counted(root, steps):
     assert was_stepped(root) is (steps is not None)
 
 
-def test_moments_that_squares_would_lose():
+def test_moments_whose_squares_underflow():
     small = spec_of_tensor(torch.randn(64, dtype=torch.float64) * 1e-200)
     assert alignment(small, small) == pytest.approx(1.0)
     assert alignment(small, spec_of_tensor(torch.zeros(64, dtype=torch.float64))) is None

@@ -128,7 +128,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_signal_is_heard_and_the_rest_left_while_threads_look(tmp_path):
+def test_a_signal_stops_the_scan(tmp_path):
     save_file({"large": numbers(1 << 21)}, tmp_path / "model.safetensors")
     command = [sys.executable, "-c", INTERRUPTED, tmp_path / "model.safetensors"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -214,7 +214,7 @@ def plain(tensor: torch.Tensor, least: int = 1) -> tuple[int, ...]:
         pytest.param(torch.ones(5, 5), id="none"),
     ],
 )
-def test_what_has_none(tensor):
+def test_tensors_without_statistics(tensor):
     assert plain(tensor) == ()
 
 
@@ -228,7 +228,7 @@ def test_what_has_none(tensor):
     ],
     ids=["row-major", "half", "channels-last", "transposed"],
 )
-def test_whatever_the_order_in_memory(view):
+def test_any_order_in_memory(view):
     tensor = torch.ones(6, 5, 3, 3)
     tensor[1, 2, 0, 0], tensor[4] = 0, 0
     assert plain(view(tensor)) == (1, 4)

@@ -31,7 +31,7 @@ def scan(values: np.ndarray, dtype: str, cuts: int = 1) -> TensorStatistics:
     return scanner.found
 
 
-def test_nothing_fed_is_nothing_counted():
+def test_noop_statistics_of_nothing():
     assert scan(np.zeros(0, np.float32), "float32") == TensorStatistics(0)
 
 
@@ -46,7 +46,7 @@ def test_the_figures_do_not_depend_on_the_blocks(cuts):
     assert math.isclose(parts.mean, whole.mean, rel_tol=1e-9)
 
 
-def test_half_an_element_is_refused():
+def test_incomplete_elements_are_refused():
     form = encoding("complex64")
     assert form is not None
     with pytest.raises(ValueError, match="not a whole number of elements"):
@@ -57,7 +57,7 @@ def test_half_an_element_is_refused():
     ("dtype", "value"),
     [("float64", 1.7e308), ("float64", 1e-300), ("float64", 5e-324), ("float32", 3.4e38), ("float32", 1e-45)],
 )
-def test_the_rms_neither_overflows_nor_vanishes(dtype, value):
+def test_the_rms_of_extreme_numbers(dtype, value):
     values = np.full(BLOCK + 3, value, dtype)
     values[::2] *= -1
     figures = scan(values, dtype)
@@ -72,13 +72,13 @@ def test_the_accumulation_is_in_double_precision():
     assert math.isclose(figures.mean, float(np.float32(0.1)), rel_tol=1e-12)
 
 
-def test_all_zero_needs_numbers():
+def test_an_empty_tensor_is_not_all_zero():
     assert TensorStatistics(4, zeros=4).all_zero
     assert not TensorStatistics(0).all_zero
     assert not TensorStatistics(4, zeros=3, nan=1).all_zero
 
 
-def test_numbers_at_odd_addresses_are_numbers_too():
+def test_unaligned_blocks():
     values = np.random.default_rng(0).standard_normal(100).astype(np.float32)
     form = encoding("float32")
     assert form is not None
@@ -101,7 +101,7 @@ SHARP = {
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 @pytest.mark.parametrize("kind", SHARP)
-def test_the_moments_are_right_on_nasty_numbers(kind, dtype):
+def test_moments_of_extreme_numbers(kind, dtype):
     with np.errstate(over="ignore"):
         values = np.asarray(SHARP[kind](np.random.default_rng(0), 30_011), np.float32).astype(dtype)
     found = scan(values, dtype, 3)
@@ -130,7 +130,7 @@ FED = [
 
 @settings(deadline=None, max_examples=100)
 @given(st.data(), st.sampled_from(FED))
-def test_any_bytes_in_any_blocks_give_the_exact_figures(data, dtype):
+def test_statistics_of_any_bytes_are_exact(data, dtype):
     form = encoding(dtype)
     assert form is not None
     width = form.unit.itemsize * form.units

@@ -95,7 +95,7 @@ def test_the_figures_are_those_of_an_eager_computation(tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_large_tensors_too(dtype):
+def test_the_figures_of_large_tensors(dtype):
     tensor = (torch.randn(3, 700_001, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
     tensor[2, 5], tensor[1, 600_000] = math.nan, -math.inf
     assert_same(statistics_of(tensor), eager(tensor), tensor.dtype)
@@ -126,14 +126,14 @@ def test_a_sparse_tensor_counts_the_zeros_that_it_leaves_out():
     assert statistics_of(dense.to_sparse_csr()).nan == 1
 
 
-def test_a_zero_stride_tensor_costs_what_it_stores():
+def test_a_zero_stride_tensor_is_read_once():
     checkpoint = checkpoint_of({"z": torch.tensor([math.nan]).expand(10**6, 10**6)})
     figures = Statistics(checkpoint)["z"]
     assert (figures.numel, figures.nan, figures.first_nonfinite) == (10**12, 10**12, 0)
     assert source_of(checkpoint, "z").bytes_read == 4
 
 
-def test_nothing_is_read_before_it_is_asked_for_and_a_tie_is_read_once():
+def test_reading_is_lazy_and_ties_are_read_once():
     weight = torch.randn(100)
     checkpoint = checkpoint_of({"a": weight, "b": weight, "c": weight[:50]})
     source = source_of(checkpoint, "a")
@@ -184,7 +184,7 @@ def test_a_histogram_is_of_all_columns_and_parts():
     [torch.zeros(0), torch.tensor(3), torch.ones(9), torch.full((4,), math.nan), torch.eye(4).to_sparse()],
     ids=["empty", "one number", "constant", "NaN", "sparse"],
 )
-def test_where_there_is_no_range_there_is_no_histogram(tensor):
+def test_noop_no_histogram_without_a_range(tensor):
     assert heights(tensor) == []
 
 
@@ -196,7 +196,7 @@ def test_where_there_is_no_range_there_is_no_histogram(tensor):
         ([0.0, 1e-45], {0, 15}),
     ],
 )
-def test_odd_numbers_have_a_histogram(numbers, full):
+def test_a_histogram_of_extreme_numbers(numbers, full):
     assert {place for place, height in enumerate(heights(torch.tensor(numbers))) if height} == full
 
 

@@ -14,13 +14,13 @@ from ckptfix.values.tally import BLOCK, join, nonfinite_units, tally_units
 from tests.values.exact import assert_same_tally, exact_tally
 
 
-def test_nothing_joined_to_nothing_is_nothing():
+def test_noop_joining_empty_statistics():
     whole = TensorStatistics()
     join(whole, TensorStatistics())
     assert whole == TensorStatistics()
 
 
-def test_what_is_joined_to_nothing_stays_bit_for_bit():
+def test_joining_to_empty_statistics_changes_nothing():
     part = TensorStatistics(3, zeros=1, minimum=-0.1, maximum=0.3, mean=0.1, rms=0.7, first_nonfinite=None)
     whole = TensorStatistics()
     join(whole, part)
@@ -45,7 +45,7 @@ def test_the_largest_numbers_do_not_overflow():
 
 
 @pytest.mark.parametrize(("mine", "other", "first"), [(None, 4, 4), (4, None, 4), (9, 4, 4), (4, 9, 4)])
-def test_the_first_place_of_both_counts(mine, other, first):
+def test_the_smaller_first_index_is_kept(mine, other, first):
     whole = TensorStatistics(1, nan=1, first_nonfinite=mine)
     join(whole, TensorStatistics(1, nan=1, first_nonfinite=other))
     assert whole.first_nonfinite == first
@@ -73,7 +73,7 @@ def test_any_bytes_as_any_dtype(dtype, data, times):
     assert_same_tally(tally(units, dtype), exact_tally(units, form_of(dtype)))
 
 
-def test_counted_codes_tell_what_a_cast_loses():
+def test_losses_of_a_cast_follow_from_counted_codes():
     cast = Narrowing(vanishing=0.01, largest=100.0)
     codes = np.arange(256, dtype=np.uint8)
     values = form_of("float8_e5m2").decode(codes)
@@ -82,7 +82,7 @@ def test_counted_codes_tell_what_a_cast_loses():
     assert found.vanishing == int(((values != 0) & (np.abs(values) <= 0.01)).sum()) > 0
 
 
-def test_every_place_that_is_not_finite_is_found():
+def test_all_non_finite_places_are_found():
     units = np.ones(2 * BLOCK + 1, np.float32)
     units[[0, BLOCK, 2 * BLOCK]] = np.nan, np.inf, -np.inf
     assert nonfinite_units(units, form_of("float32")).tolist() == [0, BLOCK, 2 * BLOCK]

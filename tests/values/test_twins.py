@@ -22,7 +22,7 @@ def saved(tmp_path, **sets):
         pytest.param({"conv.weight": STATE["conv.weight"]}, id="a-part-of-it"),
     ],
 )
-def test_other_weights_are_not_twins(tmp_path, other):
+def test_noop_different_weights(tmp_path, other):
     assert list(twin_sets(saved(tmp_path, state_dict=STATE, other=other))) == []
 
 
@@ -34,26 +34,26 @@ def critic(seed):
 @pytest.mark.parametrize(
     ("one", "other"), [("critic1", "critic2"), ("G_A", "G_B"), ("state_dict", "state_dict_ema")], ids=lambda name: name
 )
-def test_networks_of_one_architecture_are_not_twins(tmp_path, one, other):
+def test_noop_two_networks_of_one_architecture(tmp_path, one, other):
     assert list(twin_sets(saved(tmp_path, **{one: critic(0), other: critic(1)}))) == []
 
 
 @pytest.mark.parametrize("broken", [["0.weight"], ["0.weight", "2.weight"]], ids=["a-layer", "all"])
-def test_an_average_is_a_twin_whatever_is_broken_of_it(tmp_path, broken):
+def test_a_broken_average_is_a_twin(tmp_path, broken):
     raw = critic(0)
     averaged = {key: value * 0.9 + 0.1 * critic(1)[key] for key, value in raw.items()}
     averaged |= {key: torch.full((16, 16), float("nan")) for key in broken}
     assert [place for place, _ in twin_sets(saved(tmp_path, model=raw, model_ema=averaged))] == ["model_ema"]
 
 
-def test_what_cannot_be_compared_has_the_name_of_an_average_or_is_not_a_twin(tmp_path):
+def test_sets_without_values_are_twins_by_name_only(tmp_path):
     other = {key: value.clone() for key, value in STATE.items()}
     assert list(twin_sets(saved(tmp_path, critic=STATE, critic_target=other))) == []
     assert [place for place, _ in twin_sets(saved(tmp_path, model=STATE, ema=other))] == ["ema"]
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.module."])
-def test_the_average_is_a_twin_whatever_stands_in_front(tmp_path, prefix):
+def test_an_average_under_a_prefix_is_a_twin(tmp_path, prefix):
     averaged = {prefix + key: value.clone() for key, value in STATE.items()}
     checkpoint = saved(tmp_path, state_dict=STATE, state_dict_ema=averaged)
     ((place, twins),) = twin_sets(checkpoint)
