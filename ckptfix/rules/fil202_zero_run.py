@@ -117,7 +117,7 @@ def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:
     if spec.storage is None:
         return False  # sparse: its zeros are not stored
     if spec.dtype == WITHOUT_ZERO:
-        return True
+        return bool(spec.numel)
     inside = PART if spec.extent == (0, spec.storage.nbytes) else WORD
     return figures.zeros >= inside // spec.itemsize
 

@@ -53,6 +53,13 @@ def test_noop(tensor: torch.Tensor, tmp_path: Path) -> None:
     assert _notes(tmp_path / "file.pth", tensor) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_noop_on_an_empty_matrix(dtype: torch.dtype, shape: tuple[int, int], tmp_path: Path) -> None:
+    save_file({"scale": torch.empty(shape, dtype=dtype), "weight": _dense(4, 3)}, tmp_path / "file.safetensors")
+    assert ckptfix.check(tmp_path / "file.safetensors", select=("FIL202",)).findings == ()
+
+
 def test_noop_in_memory() -> None:
     check_noop({"weight": _with_zeros(300, 600, 40, 33)}, "FIL202")
 
