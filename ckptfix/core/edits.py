@@ -348,12 +348,14 @@ class Regroup(Edit, frozen=True, tag="regroup", omit_defaults=True):
     """Give the optimizer at ``where`` new groups of parameters; the ``Moments`` edits of the same step fill them.
 
     ``like`` has, for each group, the number of the old group whose hyperparameters it takes. ``order`` is the model's
-    order of keys, which the state_dict takes too, so that positions still follow the order of the file."""
+    order of keys, which the state_dict takes too, so that positions still follow the order of the file. ``layout`` is
+    that of the old optimizer (``Optimizer.layout``), without which another one would get the states of other layers."""
 
     keeps_values: ClassVar[bool] = True
     where: str
     like: Shape
     order: tuple[str, ...] = ()
+    layout: str = ""
 
 
 class Moments(Edit, frozen=True, tag="moments", omit_defaults=True):

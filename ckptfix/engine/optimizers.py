@@ -97,6 +97,10 @@ def regrouped(checkpoint: Checkpoint, optimizer: Optimizer, proposed: Sequence[E
         raise mismatch(
             checkpoint, f"{rule} names a parameter or a group that the optimizer {optimizer.name} does not have"
         )
+    if regroup.layout not in ("", optimizer.layout):
+        raise mismatch(
+            checkpoint, f"{rule} is for an optimizer with other groups, names or states than {optimizer.name}"
+        )
     shapes = {key: spec.shape for key, spec in checkpoint.specs.items()}
     known = {*shapes.values()}  # a parameter whose key is its number may be any of them
     sized = [edit for edit in edits if edit.shape]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any
+from zlib import crc32
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -75,6 +76,16 @@ class Optimizer(Struct, frozen=True):
     def is_joint(self) -> bool:
         """Whether some state belongs to all parameters together, as in LBFGS, and so cannot follow a change of one."""
         return bool(self.copies) or any("prev_flat_grad" in self.row(number) for number in self.ids)
+
+    @property
+    def layout(self) -> str:
+        """A checksum of the ids and stored names in each group, and of the names and shapes in their states."""
+        groups = [(group["params"], group.get("param_names")) for group in self.groups]
+        states = [
+            [(name, value.shape if isinstance(value, TensorSpec) else None) for name, value in self.row(number).items()]
+            for number in self.ids
+        ]
+        return f"{crc32(repr((groups, states)).encode()):08x}"
 
     def row(self, number: Any) -> Mapping[str, Any]:
         """Return the state of a parameter; empty if it never had a gradient."""

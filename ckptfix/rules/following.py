@@ -106,7 +106,8 @@ class Followed(Struct, frozen=True):
             for number, group in enumerate(self.groups)
             for step in group
         )
-        return (Regroup(where, self.like, () if self.optimizer.is_keyed else order), *moments)
+        order = () if self.optimizer.is_keyed else order
+        return (Regroup(where, self.like, order, self.optimizer.layout), *moments)
 
     @property
     def outcome(self) -> tuple[Any, ...]:

@@ -90,4 +90,5 @@ def without(optimizer: Optimizer, bad: Container[object]) -> Fix | None:
         return Moments(*where, None, next(filter(None, shapes), ()))
 
     of_groups = (moments(place, number) for place, group in enumerate(optimizer.groups) for number in group["params"])
-    return Fix.unsafe((Regroup(optimizer.name, tuple(range(len(optimizer.groups)))), *of_groups))
+    like = tuple(range(len(optimizer.groups)))
+    return Fix.unsafe((Regroup(optimizer.name, like, layout=optimizer.layout), *of_groups))

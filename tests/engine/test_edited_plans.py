@@ -227,3 +227,57 @@ def test_errors_in_a_plan_name_their_place(edit, wrong, says):
         Plan.from_json({"ckptfix-plan": 1, "steps": steps})
     assert "$.steps[1].edits[0]" in str(caught.value)
     assert says in str(caught.value)
+
+
+class Old(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(4, 4) for _ in range(3))
+
+
+class New(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.a = (torch.nn.Linear(4, 4) for _ in range(2))
+
+
+def _training(
+    sizes: tuple[int, ...], is_named: bool = True, optimizer: Any = torch.optim.Adam, is_reversed: bool = False
+) -> dict[str, Any]:
+    model = Old()
+    named = list(model.named_parameters())
+    rest = iter(named[::-1] if is_reversed else named)
+    groups = [[next(rest) for _ in range(size)] for size in sizes]
+    given = [{"params": group if is_named else [each for _, each in group]} for group in groups]
+    trained = optimizer(given, lr=0.1)
+    for _, parameter in named:
+        parameter.grad = torch.randn_like(parameter)
+    trained.step()
+    return {"state_dict": model.state_dict(), "optimizer": trained.state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("other", "fits"),
+    [
+        (_training((6,)), True),
+        (_training((2, 4)), False),
+        (_training((6,), is_named=False), False),
+        (_training((6,), is_reversed=True), False),
+        (_training((6,), optimizer=torch.optim.SGD), False),
+    ],
+    ids=["of another epoch", "in other groups", "without names", "in another order", "with other states"],
+)
+def test_a_plan_moves_the_states_only_of_an_optimizer_like_its_own(tmp_path, other, fits):
+    torch.save(_training((6,)), tmp_path / "first.pth")
+    torch.save(other, tmp_path / "second.pth")
+    plan = ckptfix.repair(tmp_path / "first.pth", New(), dry_run=True, unsafe_fixes=True).plan
+    plan = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    if fits:
+        repaired = ckptfix.repair(tmp_path / "second.pth", plan=plan, output=tmp_path / "out.pth")
+        state = torch.load(tmp_path / "out.pth")["optimizer"]["state"]
+        assert torch.equal(state[0]["exp_avg"], other["optimizer"]["state"][2]["exp_avg"])
+        assert repaired.report.exit_code == 0
+    else:
+        with pytest.raises(PlanError, match="other groups, names or states than optimizer"):
+            ckptfix.repair(tmp_path / "second.pth", plan=plan, output=tmp_path / "out.pth")
+        assert not (tmp_path / "out.pth").exists()
