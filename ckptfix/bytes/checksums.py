@@ -45,12 +45,14 @@ def is_sound(storage: Storage) -> bool:
     """Return whether a storage and all of its parts match the checksums in the file, if the file has any.
 
     Reads it in blocks. Raises ``UnreadableError`` if bytes are missing."""
-    found = storage.crc32 is None or _SOUND.get(storage)
-    if found is None:
+    found = _SOUND.get(storage)
+    if found is None and storage.crc32 is not None:
         for _ in _verifying(storage):
             pass
         found = _SOUND[storage]
-    return found and (not storage.parts or all(map(is_sound, storage.parts)))
+    if found is None and storage.parts:
+        found = _SOUND[storage] = all(map(is_sound, storage.parts))
+    return found is not False
 
 
 def is_pending(storage: Storage) -> bool:
@@ -60,7 +62,7 @@ def is_pending(storage: Storage) -> bool:
 
 def is_unverified(storage: Storage) -> bool:
     """Return whether the storage or one of its parts has a checksum that was not verified yet."""
-    return is_pending(storage) or (bool(storage.parts) and any(map(is_unverified, storage.parts)))
+    return storage not in _SOUND and (storage.crc32 is not None or any(map(is_unverified, storage.parts)))
 
 
 def note_checksum(storage: Storage, crc: int) -> bool:
@@ -193,7 +195,7 @@ def _with_parts(storages: Iterable[Storage], met: set[int]) -> Iterator[Storage]
     """Yield the storages and their parts, each tuple of parts once: tensors sharded over the same ranks share it."""
     for storage in storages:
         yield storage
-        if id(storage.parts) not in met:
+        if id(storage.parts) not in met and not _SOUND.get(storage):
             met.add(id(storage.parts))
             yield from _with_parts(storage.parts, met)
 

@@ -137,6 +137,18 @@ class JoinedBytes(PartedBytes):
             start, stop = start - part.nbytes, stop - part.nbytes
 
 
+class SoughtBytes(PartedBytes):
+    """Bytes whose source is looked up by ``seek`` for each read, because a folder may have a million of them."""
+
+    __slots__ = ("nbytes", "seek")
+
+    def __init__(self, nbytes: int, seek: Callable[[], ByteSource]) -> None:
+        self.nbytes, self.seek = nbytes, seek
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
+        yield self.seek(), start, stop
+
+
 class DeferredBytes:
     """The bytes of a storage whose place is set once the pickle has been read (``inner``), or is looked up on first use
     by ``seek``, which may take a request over a network."""
@@ -189,7 +201,7 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
         yield from stream(source.source, source.offset + start, source.offset + stop)
         return
     pieces: Iterable[memoryview] | None = None
-    if isinstance(source, JoinedBytes):
+    if isinstance(source, (JoinedBytes, SoughtBytes)):
         pieces = (block for each in source.within(start, stop) for block in stream(*each))
     elif place is None and hasattr(source, "pieces"):  # computed in pieces of the source's own size
         pieces = source.pieces(start, stop)

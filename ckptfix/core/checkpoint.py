@@ -139,7 +139,7 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
                 known.add(id(storage))
                 if id(storage.parts) not in known:  # tensors spread over the same ranks share one tuple
                     known.add(id(storage.parts))
-                    pending += storage.parts
+                    pending += storage.parts if isinstance(storage.parts, tuple) else ()  # others are new each time
         found: dict[str, list[TensorSpec]] = {}
         value: Any = self.root
         for depth, step in enumerate((*self.container, None)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from functools import lru_cache
 from typing import Any, Protocol
@@ -61,7 +61,7 @@ class Storage(Struct, frozen=True, eq=False, weakref=True):
     source: ByteSource
     device: str = "cpu"
     crc32: int | None = None
-    parts: tuple[Storage, ...] = ()
+    parts: Collection[Storage] = ()
 
     @property
     def nbytes(self) -> int:

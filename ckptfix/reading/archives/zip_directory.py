@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -93,6 +94,7 @@ def descriptors(content: Content, place: int) -> Iterator[tuple[int, int, int]]:
 END = struct.Struct("<4s4H2LH")  # the record at the end of an archive
 END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")  # the two zip64 records before it
 ENTRY = struct.Struct("<4s6H3L5H2L")  # an entry of the directory; its name, an extra field and a comment follow
+_CRC = 16  # position of the checksum in an entry
 _TAIL = 65535 + END.size + LOCATOR.size  # a comment of at most 65535 bytes follows the end record
 _NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF  # placeholders for numbers that are in zip64 fields
 _FEW = 256  # bytes that are read first: few archives have a comment
@@ -175,6 +177,48 @@ def _of_zip64(extra: bytes, *numbers: int) -> list[int]:
             return [next(wide, number) if number == _NO_PLACE else number for number in numbers]
         extra = extra[4 + length :]
     return [*numbers]
+
+
+class ChecksumPlaces(Struct, frozen=True):
+    """The end of an archive, from its directory on, with the places of the checksums in it.
+
+    Archives of one size whose ends differ only in checksums and in the name of the first member's folder have the same
+    members in the same places."""
+
+    size: int  # of the whole archive
+    begin: int
+    folder: bytes
+    form: struct.Struct
+    between: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, content: Content) -> ChecksumPlaces | None:
+        """Return the places in an archive; None if its directory is missing or damaged."""
+        end = end_record(content)
+        if end is None or not read_directory(content).names:
+            return None
+        tail, at, last, parts = content[end.begin :], 0, 0, []
+        while at < end.stop - end.begin:
+            _, *fields = ENTRY.unpack_from(tail, at)
+            parts.append(f"{at + _CRC - last}sI")
+            last, at = at + _CRC + 4, at + ENTRY.size + sum(fields[9:12])
+        form = struct.Struct(f"<{''.join(parts)}{len(tail) - last}s")
+        return cls(len(content), end.begin, _first_folder(tail), form, form.unpack(tail)[::2])
+
+    def sums(self, other: Content) -> tuple[str, array[int]] | None:
+        """Return the folder of another archive, and its checksums in the order of its directory; None if its members
+        differ in anything else."""
+        tail = other[self.begin :] if len(other) == self.size else b""
+        if len(folder := _first_folder(tail)) != len(self.folder):
+            return None
+        found = self.form.unpack(tail.replace(folder, self.folder))
+        return (member_name(folder, 0), array("I", found[1::2])) if found[::2] == self.between else None
+
+
+def _first_folder(directory: bytes) -> bytes:
+    """Return the folder in the name of the first member, with its slash."""
+    folder, slash, _ = directory[ENTRY.size : ENTRY.size + _USUAL].partition(b"/")
+    return folder + slash
 
 
 class EndRecord(NamedTuple):

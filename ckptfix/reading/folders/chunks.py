@@ -7,17 +7,20 @@ assembled in one dimension and viewed in its shape."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.sources import PartedBytes, TornBytes, are_equal, is_torn
+from ckptfix.bytes.sources import PartedBytes, SoughtBytes, TornBytes, are_equal, is_torn
 from ckptfix.core.parts import Box, PartsError, check_cover, extent
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
 from ckptfix.errors import Opt, UnreadableError, damaged
 from ckptfix.reading.boxes import bytes_of_boxes, have_same_bytes, row_major
 from ckptfix.reading.pickles.claims import checked
+
+# Returns the parts of a tensor with their boxes.
+_FindParts = Callable[[], Iterable[tuple[Box, TensorSpec]]]
 
 
 def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], name: str, path: str = "") -> None:
@@ -68,6 +71,36 @@ def merge_parts(
     pieces = [(box, _plain(part, path)) for box, part in pieces]
     storage = Storage(name, bytes_of_boxes(shape, spec.itemsize, pieces), parts=storages)
     return checked(replace(spec, storage=storage), path)
+
+
+class SoughtStorages(Collection[Storage]):
+    """The storages of a tensor's parts, looked up whenever they are asked for."""
+
+    __slots__ = ("_find",)
+
+    def __init__(self, find: _FindParts) -> None:
+        self._find = find
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Storage]:
+        return (storage for _, part in self._find() for storage in part.storages)
+
+    def __contains__(self, other: object) -> bool:
+        return False  # they are new each time
+
+
+def sought_parts(name: str, dtype: str, shape: tuple[int, ...], find: _FindParts, path: str) -> TensorSpec:
+    """Return the row-major tensor of plain parts that fill it; ``find`` looks them up.
+
+    A folder may have a million of them, of which each takes 400 bytes of memory."""
+    spec = TensorSpec(dtype, shape, contiguous_strides(shape))
+    source = SoughtBytes(spec.nbytes, lambda: bytes_of_boxes(shape, spec.itemsize, [*find()]))
+    return checked(replace(spec, storage=Storage(name, source, parts=SoughtStorages(find))), path)
 
 
 class ComparedBytes:

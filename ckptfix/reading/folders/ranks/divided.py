@@ -30,6 +30,14 @@ class Divided(Struct):
     parts: list[tuple[Box, TensorSpec]]
     splits: _MeshSplits | None = None
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether a mesh splits it so that each rank has another part, and this rank's is a plain range of bytes."""
+        if self.splits is None or math.prod(count for _, count, _ in self.splits) != self.world:
+            return False
+        ((_, part),) = self.parts
+        return part.storage is not None and not part.math_bits and part.quantizer is None
+
 
 def divided(tensor: Opaque) -> Divided:
     """Return the parts of a pickled tensor. Raises ``ValueError`` or another of ``MALFORMED`` if it is invalid."""

@@ -18,6 +18,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,20 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import ContainerPath, path_name
 from ckptfix.core.facts import Fact, Kind, clause, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
-from ckptfix.core.parts import Box, full, numel
+from ckptfix.core.parts import Box, PartsError, check_cover, extent, full, numel
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, one_line
 from ckptfix.reading.folders import dcp
-from ckptfix.reading.folders.chunks import Flat, Spread, agree, compared, gone, merge_parts
+from ckptfix.reading.folders.chunks import Flat, Spread, agree, compared, gone, merge_parts, sought_parts
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
-from ckptfix.reading.folders.ranks.alike import AlikeRanks, RankLeaves
+from ckptfix.reading.folders.ranks.alike import AlikeRank, AlikeRanks, RankLeaves
 from ckptfix.reading.folders.ranks.divided import Divided, divided
 from ckptfix.reading.folders.ranks.files import COUNTERS, MALFORMED, RankFiles, add_rank, note_copies
 from ckptfix.reading.folders.ranks.names import ITEM, ITEM_METADATA, NUMBERED
@@ -275,6 +277,11 @@ class _RankMerge:
         self.groups: dict[int, list[Any]] = {}  # of the optimizers of each rank that was read
         self.world = ranks.world
         self.places: dict[int, Path] = {}  # of flat parameters
+        # Ranks whose parts are looked up when they are read, by the rank that they are alike, which speaks for them.
+        self.twins: dict[int, list[AlikeRank]] = {}
+        self.twin_of: dict[int, int] = {}
+        self._layouts: dict[object, list[tuple[Box, AlikeRank]]] = {}
+        self._filled: set[object] = set()  # boxes that fill a tensor
 
     def document(self) -> Document | None:
         """Return the merged document; None if no tensor is sharded and the ranks are not copies either."""
@@ -284,8 +291,10 @@ class _RankMerge:
         for rank, file in self.ranks.files.items():
             if 0 < self.world <= rank:
                 break  # any number of ranks of another save may follow; they are damage
-            if (held := None if first is None else self._alike(alike, file)) is not None:
-                leaves, groups = held
+            if (twin := None if first is None else self._alike(alike, file)) is not None:
+                leaves, groups = twin.leaves, twin.groups
+                self.twins.setdefault(twin.base, []).append(twin)
+                self.twin_of[rank] = twin.base
             else:
                 if (root := self.files.root(file)) is None:
                     continue
@@ -300,9 +309,9 @@ class _RankMerge:
             lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))
             if not (self.kinds or self._are_whole):
                 return None  # without reading the files of the other ranks
-            if held is None:
+            if twin is None:
                 first = root if first is None else first
-                alike.add(self.files.content(file), leaves, groups)
+                alike.add(rank, self.files.content(file), leaves, groups)
         if not self.kinds and (not self._are_whole or lacking or any(each.differs for each in self.found.values())):
             return None
         self.kinds = self.kinds or {_DTENSOR}
@@ -334,10 +343,10 @@ class _RankMerge:
         """Whether all ranks have whole tensors of a mesh: HSDP with as many replicas as ranks."""
         return any(name.endswith(f".{_DTENSOR}") for name in self.files.names)
 
-    def _alike(self, alike: AlikeRanks, file: Path) -> tuple[RankLeaves, list[Any]] | None:
-        """Return the tensors and groups of a rank whose file equals another's except for its place; None otherwise."""
+    def _alike(self, alike: AlikeRanks, file: Path) -> AlikeRank | None:
+        """Return a rank whose file equals another's except for its place; None otherwise."""
         try:
-            return None if self.files.salvage else alike.leaves(self.files.content(file))
+            return None if self.files.salvage else alike.find(self.files.content(file))
         except UnreadableError:
             return None  # reading it on its own reports the error
 
@@ -388,16 +397,23 @@ class _RankMerge:
     def _of_another_save(self) -> list[int]:
         """Return the ranks of another save than most, with other counters or another split of a tensor."""
         names = {rank: file.name for rank, file in self.ranks.files.items()}
-        said: dict[str, Mapping[int, object]] = {what: self._told_apart(each) for what, each in self.said.items()}
+        said = {what: self._of_all(self._told_apart(each)) for what, each in self.said.items()}
         for path, others in self.unlike.items():
-            said[f"shape, dtype or ranks of {path_name(path)}"] = {**dict.fromkeys(self.groups), **others}
+            said[f"shape, dtype or ranks of {path_name(path)}"] = {
+                **dict.fromkeys(self.groups),
+                **self._of_all(others),
+            }
         for path, found in self.found.items():
             if found.plain is not None and any(map(numel, found.copies)):
-                said[f"shape, dtype or ranks of {path_name(path)}"] = {
-                    rank: rank in found.plain_in for rank in self.groups
-                }
+                plain = self._of_all(dict.fromkeys(found.plain_in, True))
+                said[f"shape, dtype or ranks of {path_name(path)}"] = {rank: rank in plain for rank in self.groups}
         mixed = (self.files.of_another_save(values, names, what) for what, values in said.items())
         return next(filter(None, mixed), [])
+
+    def _of_all(self, values: Mapping[int, object]) -> dict[int, object]:
+        """Return the values of ranks with those of the twins that they speak for."""
+        speakers = {rank: rank if rank in values else self.twin_of.get(rank, rank) for rank in self.groups}
+        return {rank: values[speaker] for rank, speaker in speakers.items() if speaker in values}
 
     def _told_apart(self, values: Mapping[int, Any]) -> dict[int, int]:
         """Return for each rank the first rank with an equal value."""
@@ -452,6 +468,11 @@ class _RankMerge:
             found.copies.setdefault(full(shape), []).append(found.plain)
         if not any(found.copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
+        if (twins := self._twins(path, found)) and self._are_whole_with(twins, path, found):
+            find = partial(_pieces, path, found, twins)
+            return sought_parts(name, found.dtype, shape, find, self.path)
+        for box, twin in twins:
+            found.copies.setdefault(box, []).append(twin.part(twin.spread[path].parts[0][1]))
         repeated = {box: same for box, same in found.copies.items() if len(same) > 1}
         if not all(agree(same, self.path, reads=self.files.salvage) for same in repeated.values()):
             self.files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
@@ -469,6 +490,41 @@ class _RankMerge:
                 self.files.damage.append(Fact.of(Kind.CHUNKS_LACKING, error=lacks))
             return gone(name, spec, self.path)
         return merge_parts(name, spec.dtype, spec.shape, found.copies, self.path)
+
+    def _twins(self, path: ContainerPath, found: _Collected) -> list[tuple[Box, AlikeRank]]:
+        """Return the twins that have a part of a tensor, each with its box."""
+        held = [twins for twins in self.twins.values() if path in twins[0].spread]
+        if not held or found.first is None:
+            return []
+        layout = (found.first.shape, found.first.splits, tuple(map(id, held)))
+        if layout not in self._layouts:
+            placed = [(twin.box(found.first), twin) for twins in held for twin in twins]
+            self._layouts[layout] = [(box, twin) for box, twin in placed if numel(box)]
+        return self._layouts[layout]
+
+    def _are_whole_with(self, twins: list[tuple[Box, AlikeRank]], path: ContainerPath, found: _Collected) -> bool:
+        """Return whether the parts of twins and of other ranks fill a tensor, each element once."""
+        assert found.first is not None
+        own = {box: parts for box, parts in found.copies.items() if numel(box)}
+        for box, parts in own.items():
+            if len(parts) > 1 or (parts[0].dtype, parts[0].shape) != (found.dtype, extent(box)) or is_torn(parts[0]):
+                return False
+        filled = (id(twins), *own)
+        if filled not in self._filled and all(
+            extent(box) == extent(twin.spread[path].parts[0][0]) for box, twin in twins
+        ):
+            with suppress(PartsError):
+                check_cover("", [*own, *(box for box, _ in twins)], found.first.shape)
+                self._filled.add(filled)
+        return filled in self._filled
+
+
+def _pieces(
+    path: ContainerPath, found: _Collected, twins: list[tuple[Box, AlikeRank]]
+) -> Iterator[tuple[Box, TensorSpec]]:
+    """Yield the parts of a tensor with their boxes."""
+    yield from ((box, parts[0]) for box, parts in found.copies.items() if numel(box))
+    yield from ((box, twin.part(twin.spread[path].parts[0][1])) for box, twin in twins)
 
 
 def _read(path: ContainerPath, leaf: Any, file: Path) -> Any:

@@ -12,7 +12,7 @@ import torch
 import ckptfix
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import fsdp
-from ckptfix.reading.folders.ranks.alike import AlikeRanks
+from ckptfix.reading.folders.ranks.alike import AlikeRank, AlikeRanks
 from tests.checks import bytes_of
 
 WORLD = 3
@@ -41,14 +41,14 @@ def _save(folder: Path, change: Callable[[int, dict[str, Any]], None] = lambda r
 def alike(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Record whether each rank after the first was read by comparison with earlier ones."""
     found: list[bool] = []
-    leaves = AlikeRanks.leaves
+    find = AlikeRanks.find
 
     def watched(ranks: AlikeRanks, content: Any) -> Any:
-        made = leaves(ranks, content)
+        made = find(ranks, content)
         found.append(made is not None)
         return made
 
-    monkeypatch.setattr(AlikeRanks, "leaves", watched)
+    monkeypatch.setattr(AlikeRanks, "find", watched)
     return found
 
 
@@ -233,3 +233,64 @@ def test_it_makes_what_reading_all_of_a_rank_makes(tmp_path: Path, monkeypatch: 
     whole = ckptfix.open_checkpoint(tmp_path)
     assert (quick.remarks, quick.producer, quick.keys()) == (whole.remarks, whole.producer, whole.keys())
     assert all(bytes_of(quick.read(key)) == bytes_of(whole.read(key)) for key in whole.specs)
+
+
+def test_ranks_with_longer_names_are_alike(tmp_path: Path, alike: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a rank is the folder in its archive."""
+    monkeypatch.setitem(globals(), "WORLD", 12)
+    _save(tmp_path)
+    assert _is_whole(tmp_path)
+    assert alike == [True] * 11
+
+
+def test_no_part_is_looked_up_without_reading_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path)
+    monkeypatch.setattr(AlikeRank, "part", None)
+    assert ckptfix.check(tmp_path, values=False).findings == ()
+
+
+def _other_count(rank: int, state: dict[str, Any]) -> None:
+    state["step"] = torch.tensor(7.0 + (rank == 1))
+
+
+def test_a_rank_speaks_for_those_with_the_same_counters(tmp_path: Path, alike: list[bool]) -> None:
+    _save(tmp_path, _other_count)
+    with pytest.raises(UnreadableError, match=r"different saves: model_world_size_3_rank_1\.pt, unlike the other 2"):
+        ckptfix.open_checkpoint(tmp_path)
+    assert alike == [True, True]
+
+
+def _member(file: Path, name: str) -> zipfile.ZipInfo:
+    with zipfile.ZipFile(file) as archive:
+        return next(info for info in archive.infolist() if info.filename.endswith(f"/{name}"))
+
+
+def _overwrite(file: Path, position: int, data: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(position)
+        opened.write(data)
+
+
+def test_a_damaged_part_is_found_by_its_checksum(tmp_path: Path) -> None:
+    _save(tmp_path)
+    file = tmp_path / "model_world_size_3_rank_1.pt"
+    info = _member(file, "data/5")
+    with file.open("rb") as opened:
+        place = opened.read().index(torch.arange(24.0 * WORLD * 4).view(24, WORLD * 2, 2)[5, 2:4].numpy().tobytes())
+    assert place > info.header_offset
+    _overwrite(file, place, b"\1")
+    (found,) = [finding for finding in ckptfix.check(tmp_path).findings if finding.code == "FIL201"]
+    assert found.keys == ("blocks.5.weight",)
+    ckptfix.repair(tmp_path, output=tmp_path / "whole.pth")
+    assert not (tmp_path / "whole.pth").exists()
+
+
+def test_a_damaged_header_is_found_when_its_part_is_read(tmp_path: Path) -> None:
+    _save(tmp_path)
+    file = tmp_path / "model_world_size_3_rank_1.pt"
+    _overwrite(file, _member(file, "data/0").header_offset + 30, b"X")
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert checkpoint.read("blocks.5.weight").shape == (6, 2)
+    with pytest.raises(UnreadableError, match=r"rank_1\.pt: member .*data/0 is not where"):
+        checkpoint.read("blocks.0.weight")
+    assert "blocks.0.weight" in ckptfix.open_checkpoint(tmp_path, salvage=True).specs
