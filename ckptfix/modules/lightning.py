@@ -73,7 +73,7 @@ def remarks_on(arguments: Any) -> tuple[str, ...]:
 def _is_data(value: Any) -> bool:
     """Return whether JSON can hold a value completely once it is plain data."""
     if isinstance(value, Opaque):
-        return has_plain_form(value) or str(value.cls).endswith(".AttributeDict")
+        return has_plain_form(value)
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_data(member) for key, member in value.items())
     if isinstance(value, list | tuple):

@@ -76,8 +76,6 @@ def _after_loading(report: Report) -> Iterator[Line]:
     dicts = [where for where, after in made.items() if after == "dict"]
     if dicts:
         yield f'  dicts now, so use ["name"] instead of .name: {first_names(dicts)}'
-    if any(where.startswith("hyper_parameters.") and after in ("dict", "state_dict") for where, after in made.items()):
-        yield "  Lightning's load_from_checkpoint may need these objects: give it the old file and weights_only=False"
     left_out = [name for finding in report.findings for name in finding.evidence.get("left_out", ())]
     if left_out:
         yield f"  left out: {first_names(left_out)} (attributes of the module)"

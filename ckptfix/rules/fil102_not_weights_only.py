@@ -30,9 +30,14 @@ Some things cannot be carried over, and the finding remains:
   their own have; they are kept as such data.
 - Parameters of lazy modules that never ran, which are empty.
 
-Notes list attributes that your class stores in a module (class names, strides, a configuration), which no state_dict
-holds; keys that are numbers or tuples, and storages without a tensor, which torch.load reads; and nested tensors, which
-torch.load reads but ckptfix cannot write, so it leaves the file unchanged.
+Notes list:
+
+- objects and functions, such as the spaces and schedules in a policy of stable-baselines3, of which the output has only
+  the data: the library that saved them has to read the original file;
+- the program of a TorchScript archive;
+- attributes that your class stores in a module (class names, strides, a configuration), which no state_dict holds;
+- keys that are numbers or tuples, and storages without a tensor, which torch.load reads;
+- nested tensors, which torch.load reads but ckptfix cannot write, so it leaves the file unchanged.
 
 ## Example
 `{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.
@@ -42,9 +47,9 @@ https://pytorch.org/docs/stable/notes/serialization.html#weights-only; piper#718
 SketchKit#90, ultralytics#19778."""
 
 from ast import literal_eval
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from ckptfix.core.checkpoint import Checkpoint, value_at
+from ckptfix.core.checkpoint import Checkpoint, path_name, value_at
 from ckptfix.core.edits import Plain, renames
 from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, advise, counted
@@ -60,7 +65,7 @@ from ckptfix.reading.weights.quantized_modules import (
     rebuilding_call,
 )
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.writing.plain import BARE_STORAGE, CONVERSIONS, plain_root
+from ckptfix.writing.plain import BARE_STORAGE, CONVERSIONS, is_data_class, plain_root
 
 
 def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -133,19 +138,46 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
 _NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor._rebuild_njt"})
 
 
-def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain]) -> Iterator[Finding]:
-    """Note what torch.load reads as it is and the output lacks, or has in another form."""
+def _is_object(edit: Plain) -> bool:
+    """Return whether a conversion turns an object, a class or a function into data that does not replace it. A whole
+    model is one only in a container, which its library reads."""
+    if edit.after == "state_dict" and (edit.where == "." or edit.before.startswith("torch.")):
+        return False
+    is_class = "." in edit.before and " " not in edit.before
+    return is_class and edit.after != "torch.Tensor" and not is_data_class(edit.before)
+
+
+def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain], lost: Iterable[str]) -> Iterator[Finding]:
+    """Note what the file has and the output lacks, or has in another form, besides the ``lost`` entries of the
+    state_dict, which have findings of their own."""
     attributes = own_attributes(value_at(checkpoint.root, checkpoint.container))
     on_tensors = [remark.place for remark in checkpoint.remarked(Kind.ATTRIBUTE_OF_TENSOR)]
+    programs = [clause(remark) for remark in checkpoint.remarked(Kind.TORCHSCRIPT)]
     storages = [edit.where for edit in conversions if edit.before == BARE_STORAGE]
     nested = tuple(edit.where for edit in conversions if edit.before in _NESTED)
+    parts = (*nested, *(path_name((*checkpoint.container, key)) for key in lost))
     for name, places, what, said in (
         ("left_out", attributes, "attribute", "of the module, which neither a state_dict nor the output has"),
         ("left_out", on_tensors, "attribute", "set on tensors by code, which the output will not have"),
         ("storages", storages, "storage", "without a tensor: torch.load reads them, but the output has tensors"),
+        (
+            "program",
+            programs,
+            "program",
+            "that torch.jit.load runs without the model's class: the output has its weights only",
+        ),
     ):
         if places:
             yield rule.finding(Level.NOTE, f"{counted(len(places), what)} {said}", evidence={name: places})
+    objects = {edit.where: edit.before for edit in conversions if _is_object(edit) and not edit.where.startswith(parts)}
+    if objects:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(objects), 'object')} that will be plain data "
+            f"({first_names(list(dict.fromkeys(objects.values())))}): code that needs the objects, such as the library "
+            "that saved them, cannot read the output; keep this file for it",
+            evidence={"objects": list(folded_places(objects))},
+        )
     if nested:
         yield rule.finding(
             Level.NOTE,
@@ -178,7 +210,7 @@ def _text_of(name: str) -> str:
 def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     """Convert everything besides the weights to plain data."""
     checkpoint = context.checkpoint
-    yield from _not_carried(rule, checkpoint)
+    yield from (lost := list(_not_carried(rule, checkpoint)))
     names = [clause(remark) for remark in checkpoint.remarked(Kind.NON_STRING_KEY)]
     names = [name for name in names if name in checkpoint.entries]
     texts = {name: text for name in names if (text := _text_of(name)) and text not in checkpoint.entries}
@@ -197,7 +229,7 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
             "reads them, but no module has such keys, and safetensors turns them into strings",
         )
     conversions = list(plain_root(checkpoint)[1])
-    yield from _otherwise(rule, checkpoint, conversions)
+    yield from _otherwise(rule, checkpoint, conversions, [key for finding in lost for key in finding.keys])
     conversions = [edit for edit in conversions if edit.before not in _NESTED]
     for remark in checkpoint.remarks:
         if remark.kind in CONVERSIONS and not is_low_bit_moment(str(remark.data.get("name"))):

@@ -222,8 +222,9 @@ class _Plainer:
         container = self.checkpoint.container
         onwards = container[len(path)] if path == container[: len(path)] else None  # member that has the state_dict
         if is_module(value) and onwards is None:
-            self._note(path, name, "state_dict")
-            return self.convert(module_state_dict(value, self.checkpoint.path), path, depth + 1)
+            state_dict = module_state_dict(value, self.checkpoint.path)
+            self._note(path, name, "state_dict" if state_dict else "dict")
+            return self.convert(state_dict or _settings(value), path, depth + 1)
         made = natural_form(value)
         if onwards is not None and not (isinstance(made, dict) and onwards in made):
             rest = made.items() if isinstance(made, dict) else ()
@@ -259,13 +260,27 @@ def known_form(value: Opaque) -> Callable[[Opaque], Any] | None:
 _PACKAGES = ("pathlib.", "omegaconf.")  # every class of these packages has a plain form
 
 
+def is_data_class(name: str) -> bool:
+    """Return whether a class has a known plain form, given its name."""
+    module, _, leaf = name.rpartition(".")
+    usual = f"{MODULE_ALIASES.get(module, module)}.{leaf}"
+    return usual in _KNOWN or name in NATIVE or name.startswith(_PACKAGES)
+
+
 def has_plain_form(value: object) -> bool:
     """Return whether a value is plain or of a class with a known plain form. Functions have none."""
     if isinstance(value, Global):
         return is_native_global(value)
-    if not isinstance(value, Opaque) or known_form(value) is not None:
-        return True
-    return str(value.cls) in NATIVE or str(value.cls).startswith(_PACKAGES)
+    return not isinstance(value, Opaque) or is_data_class(str(value.cls))
+
+
+def _settings(module: Opaque) -> dict[str, Any]:
+    """Return the attributes and submodules of a module without parameters, such as a loss."""
+    return {
+        name: value
+        for name, value in module.attributes.items()
+        if (str(name)[:1] != "_" and name != "training") or (name == "_modules" and value)
+    }
 
 
 def natural_form(value: Opaque) -> Any:
@@ -467,4 +482,7 @@ _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     "mmengine.config.config.ConfigDict": lambda value: value.args[0] if value.args else _mapping(value),
     "frozendict.frozendict": lambda value: value.args[0] if value.args else {},
     "addict.addict.Dict": _mapping,
+    "lightning_fabric.utilities.data.AttributeDict": _mapping,
+    "lightning.fabric.utilities.data.AttributeDict": _mapping,
+    "pytorch_lightning.utilities.parsing.AttributeDict": _mapping,
 }

@@ -49,6 +49,68 @@ def test_noop(tmp_path, content):
     assert ckptfix.check(file, select=("FIL102",)).findings == ()
 
 
+class Space:
+    """An object that the library needs which saved it, as a policy of stable-baselines3 its spaces."""
+
+    def __init__(self) -> None:
+        self.low, self.high = 0, 1
+
+
+class Quantiles(nn.Module):
+    """A loss, which has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantiles, self.inner = [0.1, 0.9], nn.ModuleList([nn.L1Loss()])
+
+
+class Whole(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("extra", "places"),
+    [
+        pytest.param(argparse.Namespace(lr=0.1), [], id="a Namespace"),
+        pytest.param([Path("a"), np.float32(1), np.ones(2), np.dtype("f4"), frozenset({1})], [], id="plain values"),
+        pytest.param(nn.Linear(1, 1), [], id="another model"),
+        pytest.param({"ema": Whole()}, ["x.ema"], id="a model of the library's own class"),
+        pytest.param({"spaces": [Space(), Space()]}, ["x.spaces[…] (2)"], id="objects"),
+        pytest.param({"activation": nn.Tanh}, ["x.activation"], id="a class"),
+        pytest.param({"schedule": weights}, ["x.schedule"], id="a function"),
+        pytest.param({"loss": Quantiles()}, ["x.loss", "x.loss._modules.inner", "x.loss._modules.inner._modules.0"],
+                     id="a loss"),
+    ],
+)  # fmt: skip
+def test_objects_that_the_output_has_only_the_data_of_are_noted(extra, places, tmp_path):
+    file = saved(tmp_path, {"state_dict": weights(), "x": extra})
+    report = ckptfix.repair(file, output=tmp_path / "out.pth").report
+    assert report.exit_code == 0
+    assert [each.evidence["objects"] for each in report.findings if "objects" in each.evidence] == [places][
+        : len(places)
+    ]
+
+
+def test_a_module_without_parameters_keeps_its_settings(tmp_path):
+    file = saved(tmp_path, {"state_dict": weights(), "loss": Quantiles()})
+    ckptfix.repair(file, output=tmp_path / "out.pth")
+    inner = {"0": {"reduction": "mean"}}
+    assert torch.load(tmp_path / "out.pth")["loss"] == {
+        "_modules": {"inner": {"_modules": inner}},
+        "quantiles": [0.1, 0.9],
+    }
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_program_of_a_torchscript_archive_is_noted(tmp_path):
+    torch.jit.script(nn.Linear(2, 2)).save(tmp_path / "file.pt")
+    report = ckptfix.repair(tmp_path / "file.pt", output=tmp_path / "out.pth").report
+    assert report.exit_code == 0
+    (note,) = (finding for finding in report.findings if finding.level is Level.NOTE)
+    assert "torch.jit.load" in note.message
+
+
 def as_python2_wrote(folder: Path, raw: bytes, **how: Any) -> Path:
     """A file whose ``note`` is a string of Python 2."""
     file = saved(folder, {"state_dict": weights(), "note": "NOTE"}, **how)
@@ -408,20 +470,14 @@ def test_an_optimizer_among_the_weights_stays_next_to_them(whole, tmp_path):
 
 def test_what_a_module_keeps_next_to_its_state_dict_is_listed(tmp_path):
     path = saved(tmp_path, {"model": Detector(), "args": argparse.Namespace(lr=0.1)})
-    note, _ = ckptfix.check(path, select=("FIL102",)).findings
-    assert (note.level, note.evidence) == (Level.NOTE, {"left_out": ["names", "stride"]})
+    left_out, objects, _ = ckptfix.check(path, select=("FIL102",)).findings
+    assert (left_out.level, left_out.evidence) == (Level.NOTE, {"left_out": ["names", "stride"]})
+    assert (objects.level, objects.evidence) == (Level.NOTE, {"objects": ["model"]})
     repaired = ckptfix.repair(path, output=tmp_path / "out.pth")
     assert str(repaired.report).splitlines()[-2:] == [
         '  dicts now, so use ["name"] instead of .name: args',
         "  left out: names, stride (attributes of the module)",
     ]
-
-
-def test_hyper_parameters_of_lightning_that_are_not_objects_any_more(tmp_path):
-    for hyper, is_told in (({"loss": Detector()}, True), ({"lr": 0.1, "steps": [1, 2]}, False)):
-        path = saved(tmp_path, {"state_dict": nn.Linear(2, 2).state_dict(), "hyper_parameters": hyper})
-        report = ckptfix.repair(path, output=tmp_path / "out.pth", only_changes=False, force=True).report
-        assert ("load_from_checkpoint may need these objects" in str(report)) is is_told
 
 
 def test_a_module_of_torch_keeps_nothing_that_is_missed(tmp_path):
