@@ -104,7 +104,7 @@ def test_a_stored_count_is_kept():
 
 
 @pytest.mark.parametrize("format", ["safetensors", "numpy"])
-def test_a_file_of_a_younger_format_has_frozen_norms(tmp_path, format):
+def test_noop_frozen_norms_in_safetensors(tmp_path, format):
     file, state = tmp_path / "detr", dict(without_counters(net()))
     if format == "safetensors":
         save_file(state, file)
@@ -116,14 +116,14 @@ def test_a_file_of_a_younger_format_has_frozen_norms(tmp_path, format):
 
 
 @pytest.mark.parametrize("is_zip", [False, True])
-def test_a_file_of_torch_may_have_old_norms(tmp_path, is_zip):
+def test_a_torch_file_without_metadata_has_old_norms(tmp_path, is_zip):
     torch.save(dict(without_counters(net())), tmp_path / "old.pth", _use_new_zipfile_serialization=is_zip)
     (finding,) = ckptfix.check(tmp_path / "old.pth", select=("BUF",)).findings
     assert finding.code == "BUF101"
 
 
 @pytest.mark.parametrize("version", [1, 2], ids=["version 1", "version 2"])
-def test_one_of_several_of_a_version_without_its_counter(version):
+def test_one_of_several_norms_of_a_version_lacks_its_counter(version):
     state = without_counters(net(), version)
     state["2.num_batches_tracked"] = torch.tensor(7)
     (finding,) = propose(missing_num_batches_tracked, state)
@@ -134,7 +134,7 @@ def test_one_of_several_of_a_version_without_its_counter(version):
     ("version", "level"),
     [pytest.param(None, Level.WARNING, id="torch supplies it"), pytest.param(2, Level.ERROR, id="a strict load fails")],
 )
-def test_level_follows_the_metadata(version, level):
+def test_the_level_depends_on_the_metadata(version, level):
     model = net()
     state = without_counters(model, version)
     (finding,) = propose(missing_num_batches_tracked, state)

@@ -47,7 +47,7 @@ def test_cured(tensor):
     assert (counter.dtype, counter.shape, counter.item()) == (torch.int64, (), 5)
 
 
-def test_the_target_s_own_form_stands():
+def test_noop_the_form_that_the_target_has():
     module = nn.Module()
     module.register_buffer("num_batches_tracked", torch.zeros(1))
     assert propose(malformed_num_batches_tracked, module.state_dict(), module) == []
@@ -72,7 +72,7 @@ def test_the_same_value_as_torch_loads():
         pytest.param(torch.tensor(2.5, dtype=torch.bfloat16), "2.5", id="a part of a batch"),
     ],
 )
-def test_what_counts_nothing_is_replaced_when_asked_for(tensor, shown, values):
+def test_invalid_counts_are_replaced_on_request(tensor, shown, values):
     state = {"bn.weight": torch.ones(2), KEY: tensor}
     repaired_state, report = ckptfix.repair_state_dict(state, select=("BUF103",), values=values)
     (finding,) = report.findings
@@ -85,7 +85,7 @@ def test_what_counts_nothing_is_replaced_when_asked_for(tensor, shown, values):
     assert (counter.dtype, counter.shape, counter.item()) == (torch.int64, (), 0)
 
 
-def test_a_broken_counter_leaves_the_others_safe():
+def test_a_broken_counter_does_not_make_other_fixes_unsafe():
     state = {"a.num_batches_tracked": torch.tensor(5.0), "b.num_batches_tracked": torch.tensor(float("nan"))}
     after, report = ckptfix.repair_state_dict(state, select=("BUF103",))
     assert [finding.keys for finding in report.fixed] == [("a.num_batches_tracked",)]
@@ -93,7 +93,7 @@ def test_a_broken_counter_leaves_the_others_safe():
     assert after["b.num_batches_tracked"].isnan()
 
 
-def test_a_count_that_the_target_s_dtype_cannot_hold_is_not_a_safe_cast():
+def test_no_safe_cast_of_a_count_beyond_the_dtype_of_the_target():
     module = nn.Module()
     module.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.float16))
     (finding,) = propose(malformed_num_batches_tracked, {"num_batches_tracked": torch.tensor(100_000)}, module)

@@ -129,7 +129,7 @@ def test_dropped_as_the_model_has_its_own(name, stored, own):
         pytest.param(torch.full((8,), float("nan")), id="no numbers"),
     ],
 )
-def test_other_values_than_the_model_s_are_not_dropped_unless_asked(stored):
+def test_values_that_differ_from_the_model_are_dropped_only_on_request(stored):
     model = Embeddings("inv_freq", FREQUENCIES, persistent=False)
     state = {**state_of("inv_freq", stored), "position_ids": IDS}
     different, plain = propose(transient_buffer, state, model)
@@ -141,7 +141,7 @@ def test_other_values_than_the_model_s_are_not_dropped_unless_asked(stored):
     model.load_state_dict(repaired(transient_buffer, state, model), strict=True)
 
 
-def test_values_are_not_compared_without_leave():
+def test_noop_values_are_not_compared_with_no_values():
     model = Embeddings("inv_freq", FREQUENCIES, persistent=False)
     _, report = ckptfix.repair_state_dict(state_of("inv_freq", IDS[0].float()), model, values=False)
     assert [finding.code for finding in report.fixed] == ["BUF104"]
@@ -195,7 +195,7 @@ def test_statistics_of_an_old_instance_norm():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_damaged_buffer_is_compared_with_nothing(tmp_path):
+def test_a_damaged_buffer_is_not_compared(tmp_path):
     """Its values are not those that were saved, and Python says nothing of that to whoever runs the command line."""
     path = tmp_path / "model.pth"
     torch.save(state_of("inv_freq", FREQUENCIES), path)

@@ -66,7 +66,7 @@ def test_noop(name: str, shift: int, tmp_path: Path) -> None:
     assert _found(tmp_path / "f.safetensors", _file(tmp_path, EQUAL_BY_RIGHT[name], shift)) == []
 
 
-def test_healthy_models_are_quiet(tmp_path: Path) -> None:
+def test_noop_healthy_models(tmp_path: Path) -> None:
     for name in HEALTHY:
         torch.save(build(name).state_dict(), tmp_path / "f.pth", _use_new_zipfile_serialization=False)
         assert ckptfix.check(tmp_path / "f.pth", select=("FIL204",)).findings == (), name

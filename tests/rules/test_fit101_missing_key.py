@@ -62,7 +62,7 @@ def test_noop(state, model, settings):
     assert propose(missing_key, state, model, **settings) == []
 
 
-def test_nothing_is_filled_unless_asked():
+def test_filled_only_on_request():
     (finding,) = propose(missing_key, backbone(), classifier())
     assert finding.level == Level.ERROR
     assert finding.keys == ("1.weight",)
@@ -97,7 +97,7 @@ def test_filled_from_the_model():
     model.load_state_dict(after, strict=True)
 
 
-def test_a_donor_gives_what_fits_and_the_rest_stays_missing():
+def test_a_donor_fills_what_fits():
     donor = {"0.weight": torch.zeros(10, 6), "1.weight": torch.full((4, 10), 2.0)}
     model = nn.Sequential(*classifier(), nn.Linear(4, 3, bias=False))
     filled, unfilled = propose(missing_key, backbone(), model, donor=donor, fill="donor.pth")
@@ -123,7 +123,7 @@ def test_a_donor_that_does_not_fit(donor):
     assert "donor.pth does not have them" in remedies_text(finding.remedies)
 
 
-def test_a_donor_may_hold_the_twin():
+def test_a_donor_with_the_twin_of_a_tied_key():
     donor = {"head.weight": torch.ones(5, 4)}
     (finding,) = propose(missing_key, {"mix.weight": torch.ones(4, 4)}, Language(), donor=donor, fill="donor.pth")
     assert finding.fix is not None
@@ -168,7 +168,7 @@ def test_buffers_are_not_a_share_of_the_parameters():
     assert finding.message == "3 keys missing, none of them a parameter"
 
 
-def test_a_model_of_fillings_alone_is_not_a_repair():
+def test_no_repair_if_every_parameter_is_filled():
     (finding,) = propose(missing_key, {"other.weight": torch.ones(1)}, classifier(), fill="target")
     assert finding.fix is None
     assert "name the model that the file belongs to" in remedies_text(finding.remedies)
@@ -177,7 +177,7 @@ def test_a_model_of_fillings_alone_is_not_a_repair():
 
 
 @pytest.mark.parametrize("place", ["", "nets."])
-def test_what_is_in_the_set_of_another_module_is_not_filled(place: str, tmp_path):
+def test_keys_in_the_set_of_another_module_are_not_filled(place: str, tmp_path):
     model = nn.ModuleDict({"encoder": nn.Linear(D, D), "decoder": nn.Linear(D, 3)})
     sets = {name: module.state_dict() for name, module in model.items()}
     torch.save({"nets": sets} if place else sets, tmp_path / "file.pth")
@@ -195,7 +195,7 @@ def _with_generator(**sets: dict[str, torch.Tensor]) -> tuple[nn.Module, dict[st
     return model, {"model": rest, "generator": model["generator"].state_dict(), "vocab": {"a": 1}, **sets}
 
 
-def test_a_part_of_the_model_in_a_set_of_its_own_is_joined(tmp_path):
+def test_separate_sets_of_parts_of_the_model_are_joined(tmp_path):
     model, container = _with_generator()
     torch.save(container, tmp_path / "file.pt")
     result = ckptfix.repair(tmp_path / "file.pt", model, output=tmp_path / "out.pt")

@@ -51,7 +51,7 @@ def test_dropped_unsafely(extra):
     model.load_state_dict(repaired(unexpected_key, {**model.state_dict(), **extra}, model), strict=True)
 
 
-def test_nothing_is_offered_for_the_wrong_model():
+def test_no_fix_for_the_wrong_model():
     (finding,) = propose(unexpected_key, {"a": torch.zeros(1), "b": torch.zeros(2)}, nn.Linear(2, 2))
     assert finding.fix is None
     assert finding.evidence == {"numel": 3, "of": 3}
@@ -79,7 +79,7 @@ def test_an_adapter_is_to_be_merged_first():
     assert remedies_text(finding.remedies).startswith("merge the adapter first")
 
 
-def test_what_may_hold_the_missing_weights_is_not_dropped_once_they_are_filled():
+def test_possible_sources_of_filled_keys_are_not_dropped():
     """More of the same shapes are left over than missing, under names that say nothing."""
 
     def built(names: str) -> nn.ModuleDict:
@@ -103,7 +103,7 @@ def test_what_may_hold_the_missing_weights_is_not_dropped_once_they_are_filled()
         ("aux.normalized.weight", True),
     ],
 )
-def test_what_a_policy_normalises_with_is_not_to_be_dropped(key, offers):
+def test_normalisation_statistics_of_a_policy_are_not_dropped(key, offers):
     model = nn.Sequential(nn.Linear(4, 4))
     report = ckptfix.check({**model.state_dict(), key: torch.ones(4)}, model)
     assert bool(recommended(report)) is offers

@@ -62,20 +62,20 @@ def test_cast_unsafely(stored, wanted):
         pytest.param(state(torch.complex64), torch.float32, id="the imaginary part would be lost"),
     ],
 )
-def test_nothing_is_offered_for_a_loss(stored, wanted):
+def test_no_fix_that_would_lose_values(stored, wanted):
     (finding,) = propose(dtype_mismatch, stored, module(wanted))
     assert (finding.level, finding.fix) == (Level.WARNING, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
-def test_integers_are_not_parameters(dtype):
+def test_no_fix_for_integers_in_place_of_parameters(dtype):
     stored = nn.Linear(2, 3).state_dict() | {"weight": torch.ones(3, 2, dtype=dtype)}
     for target in (nn.Linear(2, 3), target_from_checkpoint(open_state_dict(nn.Linear(2, 3).state_dict()))):
         (finding,) = propose(dtype_mismatch, stored, target)
         assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, ("weight",), None)
 
 
-def test_the_result_is_that_of_a_load():
+def test_the_cast_equals_that_of_a_load():
     model, stored = module(torch.float16), state(torch.float32, 0.1, 1e-8)
     after = repaired(dtype_mismatch, stored, model)
     model.load_state_dict(stored)
@@ -103,7 +103,7 @@ def test_overflow_is_found_in_the_values(dtype):
         pytest.param(torch.int64, torch.float32, True, id="integers that fit"),
     ],
 )
-def test_without_values_nothing_is_read_and_nothing_cast_that_may_overflow(before, after, is_cast):
+def test_without_values_no_cast_that_may_overflow(before, after, is_cast):
     blind = replace(context(state(before), module(after)), statistics={})
     (finding,) = rule_of(dtype_mismatch).propose(blind)
     assert finding.level == Level.NOTE

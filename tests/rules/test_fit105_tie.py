@@ -50,7 +50,7 @@ def test_noop(state, model):
 
 
 @pytest.mark.parametrize(("stored", "missing"), [("embed.weight", "head.weight"), ("head.weight", "embed.weight")])
-def test_supplied_from_its_twin(stored, missing):
+def test_filled_from_its_twin(stored, missing):
     model = Language()
     (finding,) = propose(tie, {stored: EMBED}, model)
     assert finding.keys == (missing,)
@@ -64,7 +64,7 @@ def test_supplied_from_its_twin(stored, missing):
 
 
 @pytest.mark.parametrize("order", [["embed.weight", "head.weight"], ["head.weight", "embed.weight"]])
-def test_two_values_for_one_tensor(order):
+def test_tied_keys_with_different_values(order):
     model = Language()
     state = {key: {"embed.weight": EMBED, "head.weight": HEAD}[key] for key in order}
     (finding,) = propose(tie, state, model)
@@ -76,7 +76,7 @@ def test_two_values_for_one_tensor(order):
     assert "a load keeps only head.weight" in remedies_text(finding.remedies)
 
 
-def test_one_element_in_a_late_block_is_enough():
+def test_one_different_element_in_a_later_block():
     class Large(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -88,7 +88,7 @@ def test_one_element_in_a_late_block_is_enough():
     assert [finding.keys for finding in propose(tie, state, Large())] == [("a", "b")]
 
 
-def test_values_are_not_read_without_leave():
+def test_noop_values_are_not_read_with_no_values():
     _, report = ckptfix.repair_state_dict(
         {"embed.weight": EMBED, "head.weight": HEAD}, Language(), select=("FIT105",), values=False
     )
@@ -97,7 +97,7 @@ def test_values_are_not_read_without_leave():
 
 @pytest.mark.parametrize("untie", [False, True])
 @pytest.mark.parametrize("is_tied_before", [False, True], ids=["tied by the repair", "tied in the file"])
-def test_the_line_on_loading_loads_a_tie_in_safetensors(tmp_path, untie, is_tied_before):
+def test_the_printed_code_loads_a_tie_from_safetensors(tmp_path, untie, is_tied_before):
     """A plain read lacks the key that is tied, as the file stores the tensor once."""
     model, embed = Language(), torch.ones(5, 4)
     state = {"embed.weight": embed} | ({"head.weight": embed} if is_tied_before else {})

@@ -41,7 +41,7 @@ def test_tied_parameters_are_in_it_once():
     assert names == [name for name, _ in model.named_parameters()]
 
 
-def test_another_number_of_elements_is_not_guessed():
+def test_no_fix_for_another_number_of_elements():
     (finding,) = propose(flat_parameters, {"_flat_param": torch.ones(5)}, nn.Linear(2, 2, bias=False))
     assert (finding.fix, finding.evidence) == (None, {"elements": {"_flat_param": {"file": 5, "target": 4}}})
 
@@ -66,7 +66,7 @@ def test_without_a_model_it_is_an_error(tmp_path: Path, name: str) -> None:
     assert report.exit_code == 1
 
 
-def test_the_order_of_a_file_is_not_trusted(tmp_path: Path) -> None:
+def test_the_order_of_the_file_is_not_used(tmp_path: Path) -> None:
     folder, truth = unpacked("fsdp1_local_w2", tmp_path)
     torch.save(truth["model"], tmp_path / "like.pth")
     like = tmp_path / "like.pth"
@@ -76,7 +76,7 @@ def test_the_order_of_a_file_is_not_trusted(tmp_path: Path) -> None:
     assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth["model"].items())
 
 
-def test_sorted_keys_are_not_taken_for_the_order_of_the_model(tmp_path: Path) -> None:
+def test_sorted_keys_are_not_the_order_of_the_model(tmp_path: Path) -> None:
     folder, truth = unpacked("fsdp1_local_w2", tmp_path)
     like, whole = tmp_path / "like.safetensors", tmp_path / "whole.pth"
     save_file({key: value.contiguous() for key, value in truth["model"].items()}, like)

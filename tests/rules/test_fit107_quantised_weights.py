@@ -160,7 +160,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_known_formula_is_never_written_as_weights(name, values, tmp_path):
+def test_codes_without_a_known_formula_are_not_dequantised(name, values, tmp_path):
     torch.save(_packed(net(), REFUSED[name]), tmp_path / "f.pth")
     settings: dict[str, Any] = {
         "unsafe_fixes": True, "drop_mismatched": True, "fill": "target", "allow_untrained": True, "values": values
@@ -186,14 +186,14 @@ def test_a_quantised_file_alone_is_a_note(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_noop_a_dtype_makes_no_floats_where_the_formula_is_not_known(name):
+def test_noop_a_dtype_without_a_known_formula(name):
     made, report = ckptfix.repair_state_dict(_packed(net(), REFUSED[name]), select=("FIT107",), dtype="float32")
     assert [finding.level for finding in report.findings] == [Level.NOTE]
     assert made.keys() == _packed(net(), REFUSED[name]).keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_dtype_says_what_is_wanted_where_no_model_does(dtype):
+def test_a_dtype_without_a_model_dequantises(dtype):
     scale = torch.tensor([[0.5, 2.0], [0.25, 8.0]])
     codes = torch.randn(256, 256).to(torch.float8_e4m3fn)
     state_dict = {"a.weight": codes, "a.weight_scale_inv": scale, "b.weight": torch.ones(3)}
@@ -235,7 +235,7 @@ def test_four_bits_of_bitsandbytes():
     check_repaired(four_bits(), _made(), "FIT107", FourBits(), unsafe_fixes=True)
 
 
-def test_noop_codes_stored_as_floats_are_not_looked_at_as_numbers():
+def test_noop_codes_stored_as_floats():
     """FSDP needs all parameters in one dtype; as such, codes are NaN and huge values."""
     state = four_bits(shape=[4, 16])
     state["a.weight.absmax"] = state["a.weight.absmax"][:2]
@@ -322,7 +322,7 @@ def test_noop(state, model):
     check_noop(state, "FIT107", model)
 
 
-def test_nothing_is_multiplied_unless_asked():
+def test_dequantised_only_on_request():
     state, report = ckptfix.repair_state_dict(bitsandbytes(net()), net())
     assert state["0.weight"].dtype == torch.int8
     assert report.exit_code == 1
@@ -330,7 +330,7 @@ def test_nothing_is_multiplied_unless_asked():
         ckptfix.load(net(), bitsandbytes(net()))
 
 
-def test_what_the_fix_multiplies_has_no_other_advice():
+def test_no_other_advice_for_keys_of_the_fix():
     """The scales are unexpected keys, too: with a command, dequantising them elsewhere is not advised."""
     more = {"0.weight_format": torch.tensor(0, dtype=torch.uint8)}
     shown = "\n".join(map(str, report_lines(ckptfix.check(bitsandbytes(net(), **more), net()))))
@@ -368,7 +368,7 @@ def paired(form: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
-def test_codes_of_nvfp4_become_what_the_libraries_make_of_them(tmp_path, form, dtype):
+def test_nvfp4_is_dequantised_as_in_the_libraries(tmp_path, form, dtype):
     state, weight = paired(form)
     model = nn.ModuleDict({"fc": nn.Linear(32, 6, bias=False)}).to(dtype)
     check_repaired(state, {"fc.weight": weight.to(dtype)}, "FIT107", model, unsafe_fixes=True)
@@ -405,7 +405,7 @@ def packed(**sizes: tuple[int, int, int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_codes_of_four_bits_become_what_transformers_makes_of_them(tmp_path, dtype):
+def test_four_bits_are_dequantised_as_in_transformers(tmp_path, dtype):
     """One matrix is square, and turned as the other is."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -436,7 +436,7 @@ def test_codes_of_four_bits_in_rows_stay_in_rows():
     [((2, 64, 64), torch.float32), ((2, 64, 32), torch.float32), ((2, 32, 64), torch.float16)],
     ids=["square", "of another shape", "of a dtype that is too narrow"],
 )
-def test_codes_of_four_bits_of_which_too_little_is_known_are_refused(shape, dtype):
+def test_four_bits_without_enough_information_are_refused(shape, dtype):
     state = packed(w=(2, shape[2] if shape[1] == 32 else 64, 2 if shape[1] == 64 else 1))
     found = ckptfix.repair_state_dict(state, Experts(dtype, w=shape), select=("FIT107",), unsafe_fixes=True)[1].findings
     assert ["quantised (MXFP4)" in finding.message for finding in found] == [True]

@@ -46,7 +46,7 @@ def test_noop(state, target):
     assert [(found.level, found.fix) for found in asked] == [(Level.NOTE, None)] * (target is not None)
 
 
-def test_named_and_not_chosen():
+def test_both_counts_are_named_without_a_fix():
     (finding,) = propose(layer_count, model(6).state_dict(), model(3))
     assert finding.message == "6 layers of `layers` in the file and 3 in the model"
     assert (finding.level, finding.fix) == (Level.ERROR, None)
@@ -54,14 +54,14 @@ def test_named_and_not_chosen():
 
 
 @pytest.mark.parametrize("depth", [3, 8])
-def test_no_command_drops_or_fills_layers_of_another_variant(depth):
+def test_no_command_for_layers_of_another_variant(depth):
     report = ckptfix.check(model(6).state_dict(), model(depth))
     assert {finding.code for finding in report.left} == {"FIT108", "FIT101" if depth > 6 else "FIT102"}
     assert next_command(report, Presentation()) == ""
 
 
 @pytest.mark.parametrize(("depth", "asked"), [(3, {"unsafe_fixes": True}), (8, {"fill": "target"})])
-def test_what_other_fixes_settle_is_a_note(depth, asked):
+def test_a_note_if_other_fixes_suffice(depth, asked):
     for settings, level in ((asked, Level.NOTE), ({}, Level.ERROR)):
         (finding,) = propose(layer_count, model(6).state_dict(), model(depth), **settings)
         assert (finding.level, finding.fix) == (level, None)

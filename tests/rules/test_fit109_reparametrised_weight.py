@@ -63,7 +63,7 @@ FORMS: dict[str, tuple[Apply, Apply, str]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_weight_is_that_of_torch(form: str, dtype: torch.dtype) -> None:
+def test_the_weight_equals_that_of_torch(form: str, dtype: torch.dtype) -> None:
     apply, remove, numbers = FORMS[form]
     model = with_parts(apply, numbers, dtype)
     before = copy.deepcopy(model.state_dict())
@@ -113,7 +113,7 @@ def test_a_prefix_on_one_side_does_not_matter(file: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["weight_norm", "spectral_norm", "pruning", "parametrizations.weight_norm"])
-def test_layers_that_were_renamed(form: str) -> None:
+def test_renamed_layers_are_reparametrised(form: str) -> None:
     """Each part gets the name of its layer first, as the weight itself would."""
     apply, remove, _ = FORMS[form]
     model = with_parts(apply, "03")
@@ -130,7 +130,7 @@ def test_layers_that_were_renamed(form: str) -> None:
 
 @pytest.mark.parametrize("front", ["", "layer"], ids=["the same names", "other names"])
 @pytest.mark.parametrize("form", [form for form in FORMS if "weight_norm" in form])
-def test_a_plain_weight_gets_the_parts_that_torch_gives_it(form: str, front: str) -> None:
+def test_a_plain_weight_gets_the_parts_of_torch(form: str, front: str) -> None:
     apply, _, numbers = FORMS[form]
     model = plain()
     before = {front + key: value.clone() for key, value in model.state_dict().items()}
@@ -149,7 +149,7 @@ def test_a_plain_weight_with_a_row_of_zeros_is_refused() -> None:
         ckptfix.repair_state_dict(before, with_parts(weight_norm))
 
 
-def test_parts_under_names_that_say_nothing_are_not_dropped() -> None:
+def test_parts_under_unknown_names_are_not_dropped() -> None:
     normed = weight_norm(nn.Linear(3, 3, bias=False))
     before = {**{f"c.{key}": value for key, value in normed.state_dict().items()}, "bias": torch.ones(2)}
     target = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "ab"})
@@ -159,7 +159,7 @@ def test_parts_under_names_that_say_nothing_are_not_dropped() -> None:
     assert any("1 weight of the file in parts" in remedy.text for finding in report.left for remedy in finding.remedies)
 
 
-def test_nothing_where_the_model_has_the_parts() -> None:
+def test_noop_the_model_has_the_parts() -> None:
     for apply, _, numbers in FORMS.values():
         model = with_parts(apply, numbers)
         check_noop(model.state_dict(), "FIT109", model, unsafe_fixes=True)
@@ -182,7 +182,7 @@ def test_nothing_where_the_model_has_the_parts() -> None:
     ],
     ids=lambda parts: " ".join(parts),
 )
-def test_parts_that_do_not_make_the_weight_are_left(parts: dict[str, Any]) -> None:
+def test_parts_that_do_not_fit_are_left_unchanged(parts: dict[str, Any]) -> None:
     model = nn.ModuleDict({"0": nn.Conv1d(4, 6, 3)})
     state = {"0.bias": torch.ones(6), **{f"0.{name}": tensor for name, tensor in parts.items()}}
     check_noop(state, "FIT109", model, unsafe_fixes=True)

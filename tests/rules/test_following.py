@@ -65,7 +65,7 @@ def test_noop(tmp_path):
         pytest.param({"c": (5, 2), "a": (3, 4), "b": (4, 5)}, [4, 5, 0, 1, 2, 3], (), (), id="another order"),
     ],
 )
-def test_positions_of_the_result(wanted, taken, added, gone, tmp_path):
+def test_positions_follow_the_order_of_the_result(wanted, taken, added, gone, tmp_path):
     (way,) = followed(tmp_path / "run.pth", net(a=(3, 4), b=(4, 5), c=(5, 2)), net(**wanted))
     assert not way.is_unchanged
     assert (sources(way), way.anew, way.added, way.gone) == (taken, (), added, gone)
@@ -82,7 +82,7 @@ def test_positions_of_the_result(wanted, taken, added, gone, tmp_path):
         pytest.param(net(c=4, a=4, b=4), net(c=4, b=4), id="nothing but that the model has another order"),
     ],
 )
-def test_a_sorted_file_is_not_taken_to_be_in_the_order_of_the_model(trained, wanted, tmp_path):
+def test_a_sorted_file_is_not_in_the_order_of_the_model(trained, wanted, tmp_path):
     """A group for each parameter, of equal shapes and without a state: only the order says whose rate is whose."""
     groups = [{"params": [parameter], "lr": 0.1 * place} for place, parameter in enumerate(trained.parameters())]
     weights = OrderedDict(sorted(trained.state_dict().items()))
@@ -145,7 +145,7 @@ MOMENT = torch.ones(2, 2)
         ),
     ],
 )
-def test_no_group_is_guessed(groups, edits, tmp_path):
+def test_the_group_of_a_new_parameter_is_not_guessed(groups, edits, tmp_path):
     assert ways_after(tmp_path / "run.pth", groups, *edits) == []
 
 
@@ -160,17 +160,17 @@ def test_no_group_is_guessed(groups, edits, tmp_path):
         pytest.param([FLAT], {0: {"exp_avg": MOMENT, "axes": [MOMENT]}}, ("q",), id="a list of one for each axis"),
     ],
 )
-def test_what_cannot_be_carried_starts_anew(edits, state, anew, tmp_path):
+def test_state_that_does_not_fit_starts_anew(edits, state, anew, tmp_path):
     (way,) = ways_after(tmp_path / "run.pth", [group("q", "k")], *edits, state=state)
     assert way.anew == anew
 
 
-def test_a_group_that_is_gone_changes_an_optimizer_without_a_state(tmp_path):
+def test_a_missing_group_changes_an_optimizer_without_state(tmp_path):
     (way,) = ways_after(tmp_path / "run.pth", [group("q"), group("k", lr=0.2)], Drop("q"), state={})
     assert (way.like, way.is_unchanged) == ((1,), False)
 
 
-def test_names_of_the_whole_are_not_those_inside_of_a_frozen_part(tmp_path):
+def test_names_of_the_model_are_not_those_of_a_frozen_part(tmp_path):
     """``a.weight`` is a name of the student and, inside of the teacher, of a layer that is not trained."""
     trained, wanted = (net(a=(3, 3), b=(3, 2)) for _ in range(2))
     for model in (trained, wanted):
@@ -187,7 +187,7 @@ LAYERS = ("stem", "mid", "aux", "body", "head")
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), is_named=st.booleans(), is_sorted=st.booleans())
-def test_groups_in_another_order_than_the_model_get_no_state_of_others(tmp_path, data, is_named, is_sorted):
+def test_no_state_of_other_parameters_for_groups_in_another_order(tmp_path, data, is_named, is_sorted):
     """All layers have equal shapes, so that a moment at a wrong place would load."""
     names = data.draw(st.lists(st.sampled_from(LAYERS), min_size=2, unique=True))
     kept = data.draw(st.permutations(names))

@@ -90,13 +90,13 @@ def test_entries_that_are_not_tensors_move_along():
         pytest.param({"_orig_mod": ONE}, id="nothing would be left"),
     ],
 )
-def test_a_collision_is_shown_and_nothing_renamed(state):
+def test_a_collision_is_reported_and_not_fixed(state):
     (finding,) = propose(wrapper_segment, state)
     assert finding.fix is None
     assert "two keys would both be" in finding.message
 
 
-def test_metadata_that_kept_the_segments_of_cleaned_keys():
+def test_metadata_with_segments_that_the_keys_lack():
     """FSDP and checkpoint_wrapper clean the keys and forget the paths."""
     model = nn.Sequential(checkpoint_wrapper(Block()), nn.ReLU())
     saved, plain = model.state_dict(), nn.Sequential(Block(), nn.ReLU()).state_dict()
@@ -130,7 +130,7 @@ def check_repaired_twice_found(before, after):
 
 
 @pytest.mark.parametrize("second", ["module.", "x.", "module.module."])
-def test_a_second_set_of_weights_stays_where_it_is(second):
+def test_a_second_set_of_weights_is_unchanged(second):
     """Were the other set moved out of the way, a second pass would bring this one after it."""
     plain = nn.Linear(2, 2).state_dict()
     state = {f"{start}{key}": value for start in (f"_orig_mod.{second}", second) for key, value in plain.items()}

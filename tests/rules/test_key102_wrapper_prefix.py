@@ -113,7 +113,7 @@ def test_half_prefixed_without_a_target_is_only_reported():
     assert "--model" in remedies_text(finding.remedies)
 
 
-def test_layers_that_are_numbered_on_without_the_prefix():
+def test_numbering_that_continues_without_the_prefix():
     state = {
         f"{'module.' if at < 2 else ''}net.blocks.{at}.{leaf}": torch.ones(2) for at in range(4) for leaf in ("w", "b")
     }
@@ -121,7 +121,7 @@ def test_layers_that_are_numbered_on_without_the_prefix():
     assert (finding.keys, finding.fix) == (tuple(state)[:4], None)
 
 
-def test_noop_layers_of_the_same_numbers_next_to_each_other():
+def test_noop_the_same_numbers_with_and_without_the_prefix():
     parts = [(prefix, at) for prefix in ("module.enc.{}.attn", "enc.{}.mlp") for at in range(2)]
     assert propose(wrapper_prefix, {f"{prefix.format(at)}.w": ONE for prefix, at in parts}) == []
 
@@ -132,7 +132,7 @@ def test_half_prefixed_with_a_target():
     check_repaired(state, dict(model.state_dict()), "KEY102", model)
 
 
-def test_keys_of_another_shape_or_name_follow_the_rest():
+def test_keys_of_other_shapes_or_names_follow():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
     state = {"module.0.weight": torch.ones(3, 2), "module.1.weight": torch.ones(9, 3), "module.aux": ONE}
     assert list(repaired(wrapper_prefix, state, model)) == ["0.weight", "1.weight", "aux"]
@@ -140,7 +140,7 @@ def test_keys_of_another_shape_or_name_follow_the_rest():
     assert list(repaired(wrapper_prefix, half, model)) == ["0.weight", "1.weight", "module.aux", "0.bias"]
 
 
-def test_a_stray_key_does_not_hinder_the_rest_where_there_is_a_target():
+def test_a_stray_key_does_not_prevent_the_fix_with_a_target():
     model = nn.Linear(2, 2)
     state = {**prefixed(model.state_dict()), "epoch_loss": torch.zeros(())}
     assert list(repaired(wrapper_prefix, state, model)) == ["weight", "bias", "epoch_loss"]
@@ -156,12 +156,12 @@ def test_two_sets_of_weights_are_not_merged():
     assert_same(same, state)
 
 
-def test_metadata_moves_along():
+def test_metadata_follows_the_keys():
     model = nn.DataParallel(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
     check_repaired(model.state_dict(), model.module.state_dict(), "KEY102")
 
 
-def test_the_counter_of_mmengine_goes_only_where_a_target_has_no_place_for_it():
+def test_the_counter_of_mmengine_is_dropped_only_for_a_target_without_it():
     model = nn.Linear(2, 2)
     averaged = {"steps": torch.tensor(7), **{f"module.{key}": value for key, value in model.state_dict().items()}}
     check_repaired(averaged, dict(model.state_dict()), "KEY102", model)

@@ -86,7 +86,7 @@ INNER = nn.Sequential(nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name 
         ({"0.module.q.weight": ONE, "0.module.k.weight": ONE}, INNER, "with different wrapper segments than"),
     ],
 )
-def test_which_side_is_wrapped_is_reported(state, model, said):
+def test_the_message_names_the_wrapped_side(state, model, said):
     (finding,) = propose(missing_wrapper_prefix, state, model)
     assert finding.message == f"2 keys {said} the target's keys have"
 
@@ -129,7 +129,7 @@ def test_a_stored_counter_is_kept():
     assert report.exit_code == 0
 
 
-def test_a_key_that_stands_by_chance_where_another_belongs():
+def test_a_plain_key_equals_another_wrapped_key():
     """In the wrapped model ``module.enc`` is the plain model's ``enc``."""
     torch.manual_seed(0)
     plain, wrapped = Twins(), nn.DataParallel(Twins())

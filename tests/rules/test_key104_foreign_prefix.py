@@ -53,7 +53,7 @@ def test_noop(state, model):
 
 
 @pytest.mark.parametrize("prefix", ["model.", "net.", "backbone.body.", "module.encoder.0.", "a.b.c.d.e.f."])
-def test_a_prefix_is_taken_off_and_put_on(prefix):
+def test_a_prefix_is_removed_and_added(prefix):
     model = net()
     plain = model.state_dict()
     check_repaired(prefixed(plain, prefix), dict(plain), "KEY104", model)
@@ -81,7 +81,7 @@ def test_two_prefixes_of_one_trainer():
     assert list(repaired(foreign_prefix, state, model)) == list(model.state_dict())
 
 
-def test_metadata_moves_along():
+def test_metadata_follows_the_keys():
     wrapped = within(model=within(net=net()))
     check_repaired(wrapped.state_dict(), wrapped["model"]["net"].state_dict(), "KEY104", net())
     check_repaired(net().state_dict(), dict_with_metadata_of(wrapped, net()), "KEY104", wrapped)
@@ -94,7 +94,7 @@ def dict_with_metadata_of(wrapped, plain):
     return state
 
 
-def test_another_head_follows_so_that_its_shapes_can_be_compared():
+def test_a_head_of_another_shape_follows():
     state = prefixed(net(classes=1000).state_dict(), "model.")
     report = ckptfix.check(state, net())
     assert [finding.code for finding in report.findings if finding.level == Level.ERROR] == ["KEY104", "FIT103"]
@@ -122,7 +122,7 @@ def test_entries_that_are_not_tensors_follow():
         pytest.param({"encoder_q.3.extra": torch.ones(1)}, id="one of them has a key more"),
     ],
 )
-def test_query_and_key_encoder_are_shown_and_not_guessed(rest):
+def test_query_and_key_encoder_are_reported_and_not_chosen(rest):
     state = {**prefixed(net().state_dict(), "encoder_q."), **prefixed(net().state_dict(), "encoder_k."), **rest}
     (finding,) = propose(foreign_prefix, state, net())
     assert finding.fix is None
@@ -130,7 +130,7 @@ def test_query_and_key_encoder_are_shown_and_not_guessed(rest):
     assert "`encoder_k.` extra or `encoder_q.` extra" in finding.message
 
 
-def test_twins_of_which_neither_is_whole_are_not_mixed():
+def test_two_incomplete_sets_are_not_mixed():
     """Each branch lacks what the other has: taking both would make a model that was never trained."""
     first, second = net().state_dict(), net().state_dict()
     state = {
@@ -141,7 +141,7 @@ def test_twins_of_which_neither_is_whole_are_not_mixed():
     assert finding.fix is None
 
 
-def test_a_small_rival_that_lost_supplies_nothing():
+def test_nothing_is_taken_from_a_smaller_set():
     state = {
         **{f"a.{key}": value for key, value in net().state_dict().items() if key not in ("3.weight", "3.bias")},
         "b.3.weight": torch.ones(4, 3),
@@ -153,7 +153,7 @@ def test_a_small_rival_that_lost_supplies_nothing():
     assert "b.3.weight" in after
 
 
-def test_a_whole_set_wins_over_a_part():
+def test_a_complete_set_is_preferred_to_a_part():
     """A teacher without a head next to the student, which is the model."""
     state = {
         **prefixed(net().state_dict(), "student."),
@@ -187,7 +187,7 @@ def test_two_sets_are_named_with_their_flags():
 
 
 @pytest.mark.parametrize("places", [("query", "key"), ("0", "1")])
-def test_two_places_for_one_set_are_shown_and_not_guessed(places):
+def test_two_places_for_one_set_are_reported_and_not_chosen(places):
     model = within(**{place: net() for place in places})
     (finding,) = propose(foreign_prefix, net().state_dict(), model)
     assert finding.fix is None
@@ -210,14 +210,14 @@ def test_few_unknown_keys_in_a_fitting_file_are_not_a_safe_match():
     assert not report.fixed
 
 
-def test_prefixes_are_segments():
+def test_prefixes_end_at_a_dot():
     model = within(blocks=net())
     state = prefixed(net().state_dict(), "backbone_module.blocks.")
     check_repaired(state, prefixed(net().state_dict(), "blocks."), "KEY104", model)
 
 
 @pytest.mark.parametrize(("layers", "count"), [(MOST, 1), (MOST + 1, 0)])
-def test_a_prefix_of_its_own_for_each_of_many_layers_is_none(layers: int, count: int):
+def test_noop_a_different_prefix_for_each_layer(layers: int, count: int):
     """Each is looked for among all keys: with ten thousand layers that would take for ever."""
     model = within(**{f"layer{number}": nn.Linear(2, 2) for number in range(layers)})
     state = {f"m{key.partition('.')[0]}.{key}": value for key, value in model.state_dict().items()}
@@ -239,14 +239,14 @@ def listed(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(("file", "target"), [(listed(3), Ends()), (Ends(), listed(3))])
-def test_a_number_that_both_sides_have_by_chance_is_not_a_layer_of_the_same_place(file, target):
+def test_equal_numbers_of_different_layers(file, target):
     state = within(body=net(), head=file).state_dict()
     proposed = propose(foreign_prefix, state, within(model=within(body=net(), head=target)))
     renamed = {key for finding in proposed for key in finding.keys}
     assert renamed == {key for key in state if key.startswith("body.")}
 
 
-def test_a_longer_list_keeps_its_places():
+def test_a_longer_list_keeps_its_numbers():
     """Layers that the target does not have, and a head of its own, of another shape."""
     target = within(model=within(body=net(), **dict(Ends(1).named_children()), extra=nn.Linear(9, 9)))
     state = within(body=net(), **dict(Ends(3).named_children())).state_dict()
@@ -255,7 +255,7 @@ def test_a_longer_list_keeps_its_places():
 
 
 @pytest.mark.parametrize("prefix", ["bert.", ""], ids=["too much", "missing"])
-def test_what_another_release_calls_otherwise_follows_its_module(prefix):
+def test_keys_renamed_by_a_release_follow_their_module(prefix):
     """The prefix is removed first, and the name of the tensor is left to the next rule."""
     inner = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 5))
     model = inner if prefix else nn.ModuleDict({"bert": inner})

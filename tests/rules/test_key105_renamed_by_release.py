@@ -119,7 +119,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["to the new names", "to the old names"])
 @pytest.mark.parametrize(("old", "new"), PAIRS)
-def test_both_ways_bit_for_bit(old, new, backwards):
+def test_both_directions_are_exact(old, new, backwards):
     source, model = (new(), old()) if backwards else (old(), new())
     state = repaired(renamed_by_release, source.state_dict(), model)
     model.load_state_dict(state, strict=True)
@@ -128,7 +128,7 @@ def test_both_ways_bit_for_bit(old, new, backwards):
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS[0:1] + PAIRS[3:4])
-def test_outputs_stay(old, new):
+def test_the_model_has_the_same_outputs(old, new):
     source, model, batch = old(), new(), torch.randn(2, 4)
     for _ in range(3):
         source(batch)  # spectral_norm moves its vectors in training
@@ -137,7 +137,7 @@ def test_outputs_stay(old, new):
 
 
 @pytest.mark.parametrize("wrap", ["", "base_model__model__"])
-def test_a_plain_layer_goes_under_its_adapter_and_never_back(wrap):
+def test_base_layer_is_added_and_never_removed(wrap):
     plain = with_keys(q__weight=(4, 4), q__bias=(4,))
     adapted = with_keys(**{f"{wrap}q__base_layer__weight": (4, 4), f"{wrap}q__base_layer__bias": (4,)})
     state = repaired(renamed_by_release, plain.state_dict(), adapted)
@@ -155,7 +155,7 @@ def test_the_finding_names_the_rewrite():
     assert finding.fix.applicability == Applicability.SAFE
 
 
-def test_statistics_under_another_name_are_not_exchanged():
+def test_mean_and_variance_under_other_names_are_not_exchanged():
     state = {"bn.var": torch.full((4,), 2.0), "bn.mean": torch.full((4,), 3.0)}
     found = repaired(renamed_by_release, state, nn.ModuleDict({"bn": nn.BatchNorm1d(4)}))
     assert {key: value[0].item() for key, value in found.items()} == {"bn.running_var": 2.0, "bn.running_mean": 3.0}

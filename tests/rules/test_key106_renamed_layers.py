@@ -93,7 +93,7 @@ def test_the_only_module_of_its_shapes_may_have_another_name():
     assert torch.equal(model["fc"].weight, state["head.weight"])
 
 
-def test_a_layer_that_counts_from_another_number_is_not_moved():
+def test_layers_numbered_from_one_are_not_moved():
     """``h.1`` to ``h.3`` may be ``h.0`` to ``h.2``, or ``h.0`` may be missing."""
     model = within(h=nn.ModuleList(nn.ModuleDict({name: nn.Linear(3, 3) for name in "abc"}) for _ in range(3)))
     state = {key.replace("h.0.", "h.3."): value for key, value in model.state_dict().items()}
@@ -210,7 +210,7 @@ def test_a_square_parameter_that_becomes_a_linear_layer_is_left_to_the_user():
     assert report.exit_code == 1
 
 
-def test_what_a_map_explains_has_no_other_advice():
+def test_no_other_advice_for_keys_of_a_map():
     """Missing and unexpected keys point to the map: nothing is to be dropped, and no other model to be named."""
     report = ckptfix.check(transformer(*FUSED).state_dict(), transformer(*SPLIT), values=False)
     assert [remedy.options for remedy in recommended(report)] == [(("rename_layers", True),)]
@@ -234,7 +234,7 @@ def test_a_fused_bias_with_rows_that_the_model_lacks_is_neither_dropped_nor_fill
     assert any("qkv.bias has no place" in remedy.text for finding in report.left for remedy in finding.remedies)
 
 
-def test_what_a_whole_map_leaves_over_is_dropped_with_it():
+def test_keys_that_a_complete_map_leaves_are_dropped():
     target = transformer(*SPLIT)
     file = within(backbone=transformer(*FUSED), pretraining=nn.Linear(8, 7))
     report = ckptfix.check(file.state_dict(), target, values=False)
@@ -245,7 +245,7 @@ def test_what_a_whole_map_leaves_over_is_dropped_with_it():
     assert report.exit_code == 0
 
 
-def test_layers_like_those_of_the_map_are_never_dropped_with_it():
+def test_layers_like_those_of_the_map_are_not_dropped():
     deep, target = transformer(*FUSED), transformer(*SPLIT)
     deep.blocks.append(copy.deepcopy(deep.blocks[0]))
     report = ckptfix.check(deep.state_dict(), target, values=False)
@@ -266,7 +266,7 @@ def test_a_tensor_of_two_names_in_the_target():
     assert (rule.target, rule.label, found.missing) == ("image.embedding.weight", "certain", ())
 
 
-def test_a_layer_whose_rows_may_be_in_another_order_is_called_that(tmp_path):
+def test_rows_that_may_be_in_another_order_are_named(tmp_path):
     body = {f"h.{at}.mlp.fc{n}.weight": torch.randn(8, 8) for at in range(4) for n in (1, 2)}
     file = body | {f"h.{at}.attn.query_key_value.weight": torch.randn(24, 8) for at in range(4)}
     target = body | {f"h.{at}.attn.{name}_proj.weight": torch.randn(8, 8) for at in range(4) for name in "qkv"}
@@ -279,7 +279,7 @@ def test_a_layer_whose_rows_may_be_in_another_order_is_called_that(tmp_path):
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_a_layer_of_a_sorted_file_moves_no_other(at):
+def test_a_layer_of_a_sorted_file_does_not_move_others(at):
     model = within(body=transformer(*FUSED), net=nn.ModuleList(nn.Linear(8, 8) for _ in range(4)))
     state = {key.replace(f"net.{at}.", "zzz."): value for key, value in model.state_dict().items()}
     for finding in propose(renamed_layers, dict(sorted(state.items())), model):
@@ -292,7 +292,7 @@ def _spelled(state: Any, front: str, between: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("classes", [3, 5], ids=["the same head", "another head"])
 @pytest.mark.parametrize(("front", "between"), [("", "_"), ("ema_", "_"), ("params/", "/")])
-def test_names_with_another_sign_for_their_dots(front, between, classes):
+def test_names_with_another_separator(front, between, classes):
     """The file is sorted, and the blocks of a stage are equal: only the names show which is which."""
     source, target = Stages(), Stages()
     target.fc = nn.Linear(8, classes)
@@ -307,7 +307,7 @@ def test_names_with_another_sign_for_their_dots(front, between, classes):
     assert all(torch.equal(done[key], value) for key, value in source.state_dict().items() if "fc." not in key)
 
 
-def test_another_name_gives_a_tensor_no_other_shape():
+def test_a_renamed_tensor_keeps_its_shape():
     source, target = Stages(), Stages()
     target.fc = nn.Linear(8, 5)
     lines = list(report_lines(ckptfix.check(_spelled(source.state_dict(), "", "_"), target, values=False)))
@@ -370,6 +370,6 @@ def layers(names: str, *made: nn.Module) -> nn.Module:
         ),
     ],
 )  # fmt: skip
-def test_another_look_at_the_result(file, model, moved):
+def test_a_second_pass_moves_nothing_more(file, model, moved):
     done = ckptfix.repair(file.state_dict(), model, unsafe_fixes=True, values=False, smoke=False)
     assert {edit.key: edit.to for edit in done.plan.edits if isinstance(edit, Rename)} == moved

@@ -47,7 +47,7 @@ def test_a_map_is_applied_without_another_flag():
         assert torch.equal(rows, state[f"blocks.{number}.attn.qkv.weight"])
 
 
-def test_a_map_needs_no_target_and_goes_backwards_by_itself():
+def test_a_map_without_a_target_applies_in_the_direction_that_fits():
     state = fused()
     there, report = ckptfix.repair_state_dict(state, rename_map=VIT)
     assert report.exit_code == 0
@@ -245,7 +245,7 @@ def test_a_pattern_by_hand_is_never_applied_backwards(with_map):
 
 
 @pytest.mark.parametrize("start", ["module.", "module.module."])
-def test_a_map_sees_through_a_wrapper_where_no_name_of_the_target_is_there_yet(start):
+def test_a_map_applies_under_a_wrapper_prefix(start):
     state, model = fused(), transformer(*SPLIT)
     state = {key.replace("head", "fc"): value for key, value in state.items()}
     wrapped = {f"{start}{key}": value for key, value in state.items()}

@@ -13,7 +13,7 @@ from tests.rules.proposals import propose
 from tests.rules.test_key106_renamed_layers import FUSED, transformer, within
 
 
-def test_what_is_ambiguous_does_not_keep_the_rest_from_its_place():
+def test_ambiguous_layers_do_not_prevent_other_moves():
     """The keys are sorted, as in safetensors, so that nothing says which of two heads is which."""
     trunk = {f"trunk.{at}.weight": torch.full((6, 6), float(at)) for at in range(3)}
     trunk |= {f"trunk.{at}.bias": torch.zeros(6) for at in range(3)}
@@ -29,7 +29,7 @@ def test_what_is_ambiguous_does_not_keep_the_rest_from_its_place():
 
 
 @pytest.mark.parametrize("is_back", [False, True])
-def test_a_name_of_both_sides_that_means_another_layer(is_back):
+def test_the_same_name_for_different_layers(is_back):
     """SAM's heads have ``layers.0`` to ``layers.2``, and in transformers ``layers.0`` is the second of them."""
 
     def model(first: str, second: str, last: str) -> Any:

@@ -38,7 +38,7 @@ def activations(**names: nn.Module) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("size", [1, D])
-def test_vectors_under_other_modules_are_not_made_untrained(size):
+def test_vectors_under_other_names_are_not_filled(size):
     """MONAI's UNet moved its PReLU from `act` to `adn.A`."""
     new, old = activations(adn=nn.ModuleDict({"A": nn.PReLU(size)})), activations(act=nn.PReLU(size))
     assert "0.adn.A.weight has the shape and the numbers of 0.act.weight; if it is the same tensor" in said(
@@ -48,7 +48,7 @@ def test_vectors_under_other_modules_are_not_made_untrained(size):
     assert "fill" not in [name for remedy in finding.remedies for name, _ in remedy.options]
 
 
-def test_what_is_missing_for_good_is_not_called_renamed():
+def test_missing_layers_are_not_called_renamed():
     old, state = activations(act=nn.PReLU(D)), activations().state_dict()
     assert said(state, old) == ""
     assert said({**state, "0.norm.bias": torch.ones(D), "1.norm.bias": torch.ones(D)}, old) == ""
@@ -68,7 +68,7 @@ SPLIT = stack(q=(D, D), k=(D, D), v=(D, D), out=(D, D))
         pytest.param(stack(out=(D, D), aux=(D, 7)), stack(out=(D, D), head=(D, 9)), id="an auxiliary head"),
     ],
 )
-def test_silent_if_nothing_is_rearranged(file, model):
+def test_noop_nothing_is_rearranged(file, model):
     assert said(file.state_dict(), model) == ""
 
 
@@ -146,7 +146,7 @@ def test_a_norm_of_weights_on_one_side(norm, name):
 
 
 @pytest.mark.parametrize("norm", [spectral_norm, parametrizations.spectral_norm])
-def test_a_singular_vector_is_not_made_up_next_to_the_stored_one(norm):
+def test_a_stored_singular_vector_is_not_filled(norm):
     model = nn.Sequential(norm(nn.Linear(D, D)))
     state = {key: value for key, value in model.state_dict().items() if not key.endswith("_v")}
     result = ckptfix.repair(state, model, fill="target")
@@ -164,7 +164,7 @@ def test_a_tensor_under_a_longer_name_is_not_filled_nor_dropped(form: str):
     assert "0.weight" not in said({"0.scale": torch.ones(D, D, 2), "0.bias": torch.zeros(D)}, model)
 
 
-def test_a_layer_that_was_given_up_is_not_looked_for_among_those_left_over():
+def test_dropped_layers_are_not_compared_with_missing_ones():
     """Of --drop-mismatched and --fill target: the unexpected layer has the shape of the new one by accident."""
     old = nn.ModuleDict({"body": nn.Linear(D, D), "neck": nn.Linear(D, D), "head": nn.Linear(D, 3)})
     new = nn.ModuleDict({"body": nn.Linear(D, D), "head": nn.Linear(D, D)})

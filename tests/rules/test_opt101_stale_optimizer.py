@@ -118,7 +118,7 @@ def findings(report: ckptfix.Report) -> list[str]:
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("prefix", ["", "module.", "model."])
-def test_names_alone_move_no_position(tmp_path, groups, prefix):
+def test_noop_renamed_parameters_keep_their_positions(tmp_path, groups, prefix):
     saved(Net(), GROUPS[groups], tmp_path / "run.pth", prefix)
     report = ckptfix.repair(tmp_path / "run.pth", Net(), output=tmp_path / "out.pth").report
     # param_names are of the model inside of its wrapper already
@@ -139,7 +139,7 @@ def test_a_buffer_is_not_in_an_optimizer(tmp_path):
     assert findings(report) == []
 
 
-def test_of_a_generator_and_its_critic_each_follows_its_own(tmp_path):
+def test_two_optimizers_follow_their_own_models(tmp_path):
     model = nn.ModuleDict({"generator": Net(), "critic": Net()})
     both = [torch.optim.Adam(part.parameters()) for part in model.values()]
     for part, optimizer in zip(model.values(), both, strict=True):
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("is_hidden", [True, False])
 @pytest.mark.parametrize("is_one", [True, False])
-def test_muon_has_the_matrices_and_adam_the_rest(tmp_path, layers, is_hidden, is_one):
+def test_muon_for_matrices_and_adam_for_the_rest(tmp_path, layers, is_hidden, is_one):
     """As two optimizers, and as two groups of one, whose first has no second moments."""
 
     def made(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -357,7 +357,7 @@ def test_an_optimizer_in_an_order_that_nothing_confirms_is_left_unchanged(tmp_pa
 
 
 @pytest.mark.parametrize("names", ["abc", "cab"])
-def test_an_order_of_the_model_alone_is_not_silence(tmp_path, names):
+def test_another_order_of_the_model_alone_is_reported(tmp_path, names):
     """Nothing else is to be repaired; in the same order, all ways to name the parameters agree."""
     model = Same("abc")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -388,7 +388,7 @@ def test_groups_that_may_be_in_reverse_are_left_unchanged(tmp_path, bias, is_dro
     assert str(old) == str(new)
 
 
-def test_groups_that_a_script_lists_as_it_meets_them_do_not_follow_a_model_in_another_order(tmp_path):
+def test_groups_in_order_of_first_use_do_not_follow_another_order(tmp_path):
     """For groups that differ in shapes: the user's own script may list them in a fixed order or not."""
 
     def made(names: tuple[str, ...]) -> nn.Module:
@@ -459,7 +459,7 @@ def test_a_rename_moves_what_a_script_lists_by_name(tmp_path, groups, asked, is_
 @pytest.mark.parametrize(
     ("gone", "is_refused"), [("a", True), ("last", False)], ids=["another state", "the same state"]
 )
-def test_readings_that_lead_to_one_state_are_one(tmp_path, gone, is_refused):
+def test_possible_orders_with_the_same_result_are_accepted(tmp_path, gone, is_refused):
     """Sorted or not, the last of three layers is the last; of the first two, one or the other is gone."""
     layers = {name: nn.Linear(4, 4, bias=False) for name in ("b", "a", "last")}
     model = nn.Sequential(OrderedDict(layers))
@@ -487,13 +487,13 @@ def test_groups_with_names_may_come_as_the_script_meets_them(tmp_path, order, is
     assert codes_of(path, target, output=tmp_path / "out.pth") == ["OPT101"] * is_refused
 
 
-def test_any_of_several_equal_groups_may_be_the_one_that_goes(tmp_path):
+def test_one_of_several_equal_groups_is_removed(tmp_path):
     before = layers("a", "b", "c", "wide")
     path, _ = trained(tmp_path, before, [{"params": list(one.parameters())} for one in before.values()])
     assert codes_of(path, layers("a", "c", "wide"), output=tmp_path / "out.pth") == ["OPT101"]
 
 
-def test_a_group_each_by_name_is_not_silence_in_a_sorted_file(tmp_path):
+def test_sorted_groups_of_one_parameter_in_a_sorted_file_are_reported(tmp_path):
     layers = {name: nn.Linear(4, 4, bias=False) for name in "cab"}
     model = nn.Sequential(OrderedDict(layers))
     optimizer = torch.optim.AdamW([{"params": [one]} for _, one in sorted(model.named_parameters())])
@@ -574,7 +574,7 @@ def test_an_order_of_few_scripts_is_named_if_it_fits_as_well(tmp_path, shapes, d
     assert "identified by model.parameters()" in str(report).splitlines()[-1]
 
 
-def test_a_norm_that_the_model_no_longer_has_is_one_by_its_name(tmp_path):
+def test_a_removed_norm_is_recognised_by_its_name(tmp_path):
     """Only its class shows, by the Trainer's rule, that the weight of ``ln_f`` does not decay."""
     old, new = Listed(a=(3, 2), ln_f=(3,), b=(4, 3)), Listed(a=(3, 2), b=(4, 3))
     decayed = {name for name, _ in old.named_parameters() if not ("bias" in name or name.startswith("ln"))}
@@ -691,7 +691,7 @@ def test_groups_by_name_and_in_the_order_of_the_model_are_distinguished(tmp_path
 
 
 @pytest.mark.parametrize("edit", ["same", "reorder"])
-def test_groups_of_an_unknown_recipe_are_not_silence_in_another_order(tmp_path, edit):
+def test_unknown_groups_are_reported_if_the_order_changes(tmp_path, edit):
     model = Net()
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW([{"params": parameters[::3]}, {"params": parameters[1::3] + parameters[2::3]}])
@@ -704,7 +704,7 @@ def test_groups_of_an_unknown_recipe_are_not_silence_in_another_order(tmp_path, 
 
 
 @pytest.mark.parametrize("rest", [0, 1500], ids=["few", "among-many-keys"])
-def test_an_optimizer_among_the_weights_stays_and_follows(tmp_path, rest):
+def test_an_optimizer_among_the_weights_follows(tmp_path, rest):
     model = Net()
     optimizer = saved(model, one_group, tmp_path / "run.pth")
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -725,7 +725,7 @@ def test_an_optimizer_among_the_weights_stays_and_follows(tmp_path, rest):
     assert lost.evidence["places"] == ["optimizer", "scheduler"]
 
 
-def test_what_is_frozen_since_is_a_note(tmp_path):
+def test_parameters_frozen_since_are_a_note(tmp_path):
     saved(Net(), one_group, tmp_path / "run.pth")
     model = Net()
     model.stem.requires_grad_(False)
@@ -835,7 +835,7 @@ def test_a_number_that_is_a_tensor_of_one_element_is_not_cut(tmp_path):
 
 
 @pytest.mark.parametrize("spoilt", ["steps", "a state is missing", "factored", "lists", "axes"])
-def test_what_cannot_be_cut_exactly_starts_anew(tmp_path, spoilt):
+def test_state_that_cannot_be_split_exactly_starts_anew(tmp_path, spoilt):
     model = Layers(**Q)
     make = torch.optim.Adafactor if spoilt == "factored" else torch.optim.AdamW
     optimizer = make(model.parameters())
@@ -891,7 +891,7 @@ def left_without_aux(folder: Path) -> Finding:
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["apex", "FusedAdam"])
-def test_float32_copies_by_position_follow_no_parameter_that_goes(tmp_path, is_inside):
+def test_float32_copies_by_position_do_not_follow_a_removed_parameter(tmp_path, is_inside):
     """Their loaders copy what the list has, one after another, into the weights of the new model."""
     model = Net()
     optimizer = saved(model, one_group, tmp_path / "plain.pth").state_dict()
@@ -903,7 +903,7 @@ def test_float32_copies_by_position_follow_no_parameter_that_goes(tmp_path, is_i
 
 
 @pytest.mark.parametrize("form", ["within", "renamed", "around"])
-def test_slow_copies_of_lookahead_are_not_weights_and_follow_no_parameter_that_goes(tmp_path, form):
+def test_slow_copies_of_lookahead_do_not_follow_a_removed_parameter(tmp_path, form):
     model = Net()
     optimizer = saved(model, one_group, tmp_path / "plain.pth").state_dict()
     slow = {140063779997088 + number: {"slow_param": value.detach()} for number, value in enumerate(model.parameters())}
@@ -921,7 +921,7 @@ def test_slow_copies_of_lookahead_are_not_weights_and_follow_no_parameter_that_g
     assert "slow_state lists a copy of each parameter" in left.message
 
 
-def test_a_saved_plan_without_the_optimizer_is_not_silent(tmp_path):
+def test_a_saved_plan_without_the_optimizer_is_reported(tmp_path):
     saved(Net(), one_group, tmp_path / "run.pth")
     plan = Plan((Step("X", (Drop("head.bias"),)),))
     report = ckptfix.repair(tmp_path / "run.pth", plan=plan, output=tmp_path / "out.pth").report
@@ -977,13 +977,13 @@ def matrices_and_rest(model: nn.Module, is_sorted: bool) -> Any:
     ]
 
 
-def test_what_is_sorted_by_name_may_not_be_the_model_s_order(tmp_path):
+def test_sorted_names_may_not_be_the_order_of_the_model(tmp_path):
     before = layers("a", "b")
     path, _ = trained(tmp_path, before, matrices_and_rest(before, is_sorted=True), lr=torch.tensor(0.01))
     assert "OPT101" in codes_of(path, layers("b2", "a", "b"))
 
 
-def test_two_groups_that_a_new_part_would_join_or_not_are_two_readings(tmp_path):
+def test_a_new_part_of_unknown_group_is_ambiguous(tmp_path):
     before = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 3)})
     groups = [{"params": list(before[name].parameters()), "lr": lr} for name, lr in (("body", 0.1), ("head", 0.2))]
     path, _ = trained(tmp_path, before, groups)
@@ -991,7 +991,7 @@ def test_two_groups_that_a_new_part_would_join_or_not_are_two_readings(tmp_path)
     assert "OPT101" in codes_of(path, wanted)
 
 
-def test_outer_layers_before_the_inner_ones_are_a_reading(tmp_path):
+def test_outer_layers_before_inner_ones_are_considered(tmp_path):
     def parts(*numbers: int) -> nn.Module:
         inner = {part: nn.ModuleDict({"layer": layers(*map(str, numbers))}) for part in ("a", "b")}
         return nn.ModuleDict({**inner, "out": nn.Linear(4, 4)})
@@ -1004,7 +1004,7 @@ def test_outer_layers_before_the_inner_ones_are_a_reading(tmp_path):
     assert "OPT101" in codes_of(path, parts(1, 0))  # and "a", "b" in reverse order fit as well
 
 
-def test_a_layer_gone_and_a_new_one_of_its_shape_are_two(tmp_path):
+def test_a_removed_layer_and_a_new_one_of_its_shape(tmp_path):
     before, wanted = layers("a", "b", "c", "lost"), layers("a", "b", "c", "more")
     path, optimizer = trained(tmp_path, before, before.parameters())
     written = tmp_path / "fixed.pth"
@@ -1018,7 +1018,7 @@ def test_a_layer_gone_and_a_new_one_of_its_shape_are_two(tmp_path):
     assert torch.equal(resumed.state[wanted.get_parameter("more.weight")]["exp_avg"], kept)
 
 
-def test_layers_are_those_that_a_model_of_timm_counts(tmp_path):
+def test_layers_are_counted_as_in_timm(tmp_path):
     """ConvNeXt's groups span its stages, which the names of its blocks do not show."""
     models, optim = pytest.importorskip("timm.models"), pytest.importorskip("timm.optim")
 
@@ -1041,7 +1041,7 @@ def test_layers_are_those_that_a_model_of_timm_counts(tmp_path):
 
 
 @pytest.mark.parametrize("is_of_trainer", [True, False])
-def test_the_file_of_the_trainer_is_read_by_its_recipe_alone(tmp_path, is_of_trainer):
+def test_the_file_of_a_trainer_has_the_recipe_of_the_trainer(tmp_path, is_of_trainer):
     def block(has_bias: bool) -> nn.Module:
         return nn.ModuleDict({"fc": nn.Linear(4, 4, has_bias), "norm": nn.RMSNorm(4), "out": nn.Linear(4, 3, False)})
 
@@ -1057,7 +1057,7 @@ def test_the_file_of_the_trainer_is_read_by_its_recipe_alone(tmp_path, is_of_tra
 
 
 @pytest.mark.parametrize(("release", "layers"), [("this", 2), ("this", 5), ("4.57.1", 2)])
-def test_a_model_of_this_release_is_in_its_order_whatever_its_file_calls_it(tmp_path, release, layers):
+def test_the_order_of_the_model_for_a_file_with_old_names(tmp_path, release, layers):
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -1088,7 +1088,7 @@ def test_a_model_of_this_release_is_in_its_order_whatever_its_file_calls_it(tmp_
                 assert torch.equal(state["state"][number]["exp_avg"], optimizer.state[old[name]]["exp_avg"])
 
 
-def test_a_group_that_goes_with_its_parameters_is_named(tmp_path):
+def test_a_removed_group_is_named(tmp_path):
     before = layers("a", "wide")
     groups = [{"params": list(before[name].parameters()), "lr": lr} for name, lr in (("a", 0.1), ("wide", 0.2))]
     path, _ = trained(tmp_path, before, groups)
@@ -1098,7 +1098,7 @@ def test_a_group_that_goes_with_its_parameters_is_named(tmp_path):
     torch.optim.AdamW(layers("a").parameters()).load_state_dict(torch.load(tmp_path / "fixed.pth")["optimizer"])
 
 
-def test_names_in_the_place_of_numbers_follow_a_rename_whatever_sorts_them(tmp_path):
+def test_names_instead_of_numbers_follow_a_rename(tmp_path):
     """minGPT's recipe, which sorts by name, fits too; but the order of named parameters means nothing."""
     before, wanted = layers("a", "b", "wide"), layers("a", "z", "wide")
     optimizer = torch.optim.AdamW(matrices_and_rest(before, is_sorted=True))

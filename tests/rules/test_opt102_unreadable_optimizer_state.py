@@ -47,7 +47,7 @@ def state(moment: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrap", [False, True], ids=["as-it-is", "renamed"])
-def test_it_is_carried_bit_for_bit(tmp_path, wrap, kind):
+def test_the_state_is_carried_bit_for_bit(tmp_path, wrap, kind):
     model, moment = nn.Linear(32, 16), low_bit(kind=kind)
     weights = {("module." if wrap else "") + key: value for key, value in model.state_dict().items()}
     torch.save({"model": weights, "optimizer": state(moment)}, tmp_path / "a.pth")
@@ -61,7 +61,7 @@ def test_it_is_carried_bit_for_bit(tmp_path, wrap, kind):
         assert torch.equal(parts_of(row["exp_avg"])[name], part)
 
 
-def test_its_blocks_are_not_cut(tmp_path):
+def test_blocks_are_not_split(tmp_path):
     """A layer that is dropped takes its state with it; the others keep theirs whole."""
     model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 32, bias=False))
     kept = low_bit((16, 32))
@@ -79,7 +79,7 @@ class OwnState(subclass_8bit.OptimState8bit):  # type: ignore[misc, name-defined
     """A moment of the user's own class."""
 
 
-def test_another_class_is_named_and_not_written_silently(tmp_path):
+def test_an_unknown_class_is_named(tmp_path):
     made = low_bit()
     moment = OwnState(made.codes, made.scale, made.qmap, made.signed)
     torch.save({"model": nn.Linear(32, 16).state_dict(), "optimizer": state(moment)}, tmp_path / "a.pth")
@@ -104,7 +104,7 @@ class Method(enum.IntEnum):
     (Method.SIGN, "Method"), (nn.functional.relu, "relu"), (types.SimpleNamespace(a=1), ""), (torch.float16, ""),
     ((0.9, 0.99), ""), (np.float64(0.1), ""), (Path("runs"), ""),
 ], ids=["enum", "function", "namespace", "dtype", "betas", "number", "path"])  # fmt: skip
-def test_an_option_that_has_no_plain_form_is_named(tmp_path, option, named):
+def test_an_option_without_a_plain_form_is_named(tmp_path, option, named):
     """An optimizer takes its options from the file: with a dict in the place of an enum, it makes other steps."""
     optimizer = {"state": {0: {"exp_avg": torch.ones(2, 2)}}, "param_groups": [{"kind": option, "params": [0]}]}
     torch.save({"model": {"w.weight": torch.ones(2, 2)}, "optimizer": optimizer}, tmp_path / "a.pth")
@@ -122,7 +122,7 @@ def test_an_option_that_has_no_plain_form_is_named(tmp_path, option, named):
         pytest.param({}, id="nothing"),
     ],
 )
-def test_plain_state_is_not_reported(tmp_path, row):
+def test_noop_plain_state(tmp_path, row):
     optimizer = {"state": {0: row}, "param_groups": [{"params": [0]}]}
     torch.save({"model": {"w.weight": torch.ones(2, 2)}, "optimizer": optimizer}, tmp_path / "a.pth")
     assert [finding.code for finding in ckptfix.check(tmp_path / "a.pth").findings] == []
@@ -136,7 +136,7 @@ def blockwise(shape: tuple[int, ...]) -> dict[str, Any]:
     return {"step": 3, "__bnb_optimizer_quant_state__": {**codes, **maps, **scales}}
 
 
-def test_blocks_of_bitsandbytes_are_carried_and_never_cut(tmp_path, monkeypatch):
+def test_blocks_of_bitsandbytes_are_carried_and_not_split(tmp_path, monkeypatch):
     """A reshape leaves their order; a layer that is split or transposed starts anew."""
     monkeypatch.chdir(tmp_path)
     old = {"a.weight": (16, 16), "gone.weight": (64, 96), "qkv.weight": (192, 64), "b.weight": (20, 16)}
@@ -214,7 +214,7 @@ def test_state_without_steps_is_named_if_torch_fails_on_it(tmp_path, name, has_s
         ({"amsgrad": False, "differentiable": False}, ()),  # frozen
     ],
 )
-def test_optimizers_that_keep_no_steps_there_are_not_reported(tmp_path, group, row):
+def test_noop_optimizers_without_steps(tmp_path, group, row):
     model = nn.Linear(3, 2)
     rows = {n: {name: torch.ones_like(p) for name in row} for n, p in enumerate(model.parameters())}
     optimizer = {"state": rows, "param_groups": [{"lr": 0.1, "params": [0, 1], **group}]}

@@ -12,14 +12,14 @@ from tests.rules.test_opt104_optimizer_of_another_model import found, run
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_finite_moments_are_not_reported(tmp_path, make):
+def test_noop_finite_moments(tmp_path, make):
     torch.save(run(nn.Linear(3, 2), make), tmp_path / "run.pth")
     assert found(ckptfix.check(tmp_path / "run.pth"), "OPT103") == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("named", [False, True])
-def test_what_is_not_finite_starts_anew(tmp_path, value, named):
+def test_non_finite_state_starts_anew(tmp_path, value, named):
     model = nn.Linear(3, 2)
     saved = run(model, lambda parameters: torch.optim.AdamW(model.named_parameters() if named else parameters))
     saved["optimizer"]["state"][1]["exp_avg"][0] = value
@@ -60,7 +60,7 @@ def test_the_state_in_a_lookahead_keeps_its_name(tmp_path):
     ],
     ids=["Adagrad", "fused SGD"],
 )
-def test_what_begins_with_a_state_gets_one(tmp_path, make, name, value):
+def test_an_optimizer_with_initial_state_gets_it_again(tmp_path, make, name, value):
     model = nn.Linear(3, 2)
     saved = run(model, make)
     saved["optimizer"]["state"][0][name][0, 0] = float("nan")
@@ -74,7 +74,7 @@ def test_what_begins_with_a_state_gets_one(tmp_path, make, name, value):
     again.step()
 
 
-def test_no_command_starts_anew_what_has_to_begin_with_a_state(tmp_path):
+def test_no_command_if_the_initial_state_is_unknown(tmp_path):
     saved = run(nn.Linear(3, 2), torch.optim.Adagrad)
     saved["optimizer"]["state"][0]["sum"][0, 0] = float("nan")
     saved["optimizer"]["state"][0]["own"] = torch.ones(2, 3)
@@ -84,7 +84,7 @@ def test_no_command_starts_anew_what_has_to_begin_with_a_state(tmp_path):
     assert not any(name == "unsafe_fixes" for remedy in finding.remedies for name, _ in remedy.options)
 
 
-def test_it_follows_after_other_edits(tmp_path):
+def test_the_fix_applies_after_other_edits(tmp_path):
     """The state is left out of the optimizer that follows the weights."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 4))
     saved = run(model)

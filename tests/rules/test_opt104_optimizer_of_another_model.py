@@ -23,7 +23,7 @@ def found(report: ckptfix.Report, code: str) -> list[Any]:
     return [finding for finding in report.findings if finding.code == code]
 
 
-def test_its_own_optimizer_is_not_reported(tmp_path):
+def test_noop_the_optimizer_of_the_model(tmp_path):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
     for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor):
         torch.save(run(model, make), tmp_path / "run.pth")
@@ -31,7 +31,7 @@ def test_its_own_optimizer_is_not_reported(tmp_path):
 
 
 @pytest.mark.parametrize("kept", ["of each axis", "two averages in one"])
-def test_what_shampoo_and_ademamix_keep_is_not_reported(tmp_path, kept):
+def test_noop_state_of_shampoo_and_ademamix(tmp_path, kept):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
     saved = run(model)
     for number, parameter in enumerate(model.parameters()):
@@ -45,7 +45,7 @@ def test_what_shampoo_and_ademamix_keep_is_not_reported(tmp_path, kept):
 NAMES = ("precond", "inv_precond", "pre_cond", "inv_pre_cond")  # of torch_optimizer and of pytorch_optimizer
 
 
-def test_one_of_a_part_is_not_reported(tmp_path):
+def test_noop_an_optimizer_of_a_part(tmp_path):
     """A frozen backbone, or a second network next to the weights that were taken."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
     saved = run(model[1]) | {"model": model.state_dict()}
@@ -91,7 +91,7 @@ class Projector:
         self.ortho_matrix = matrix
 
 
-def test_moments_in_fewer_rows_are_not_reported(tmp_path):
+def test_noop_moments_with_fewer_rows(tmp_path):
     saved = run(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)))
     for row in saved["optimizer"]["state"].values():
         if row["exp_avg"].ndim > 1:
@@ -103,7 +103,7 @@ def test_moments_in_fewer_rows_are_not_reported(tmp_path):
     assert [finding.evidence["classes"] for finding in found(report, "OPT102")] == [[f"{__name__}.Projector"]]
 
 
-def test_one_of_a_network_in_another_file_is_a_note(tmp_path):
+def test_an_optimizer_of_a_network_in_another_file_is_a_note(tmp_path):
     """HiFi-GAN's file of the discriminators has the optimizers of both networks."""
     d, g = run(nn.Linear(3, 2)), run(nn.Linear(7, 6))
     torch.save({"mpd": d["model"], "optim_d": d["optimizer"], "optim_g": g["optimizer"]}, tmp_path / "do.pth")
@@ -112,7 +112,7 @@ def test_one_of_a_network_in_another_file_is_a_note(tmp_path):
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
-def test_one_of_another_model_is_named(tmp_path, make):
+def test_an_optimizer_of_another_model_is_named(tmp_path, make):
     saved = run(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)))
     saved["optimizer"] = run(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 6)), make)["optimizer"]
     torch.save(saved, tmp_path / "run.pth")

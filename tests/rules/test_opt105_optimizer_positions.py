@@ -12,7 +12,7 @@ from ckptfix.core.finding import Level
 from tests.rules.test_opt104_optimizer_of_another_model import run
 
 
-def test_nothing_is_said_unless_asked(tmp_path):
+def test_noop_unless_asked(tmp_path):
     torch.save(run(nn.Linear(3, 2)), tmp_path / "run.pth")
     assert ckptfix.check(tmp_path / "run.pth").findings == ()
 
@@ -42,13 +42,13 @@ def test_a_repair_shows_the_positions_of_its_result(tmp_path):
     assert list(finding.evidence["positions"]) == ["0.weight", "0.bias"]
 
 
-def test_names_without_a_moment_say_so(tmp_path):
+def test_names_that_no_moment_confirms(tmp_path):
     torch.save(run(model := nn.Linear(3, 2), partial(torch.optim.SGD, lr=0.1)), tmp_path / "run.pth")
     (finding,) = ckptfix.check(tmp_path / "run.pth", model, optimizer_positions=True).findings
     assert finding.message.endswith("named by model.parameters(): no moment confirms it")
 
 
-def test_what_nothing_tells_is_reported(tmp_path):
+def test_unknown_positions_are_reported(tmp_path):
     saved = run(nn.Linear(3, 2))
     saved["optimizer"]["param_groups"][0]["params"] = [0, 1, 2]
     torch.save(saved, tmp_path / "run.pth")

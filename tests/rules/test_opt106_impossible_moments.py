@@ -34,23 +34,23 @@ def findings(saved: Any, path: Path) -> list[Any]:
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.95, 0.9), (0.5, 0.5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("steps", [1, 2, 30])
-def test_those_of_adam_are_not_reported(tmp_path, betas, dtype, steps):
+def test_noop_moments_of_adam(tmp_path, betas, dtype, steps):
     made = trained(lambda parameters: torch.optim.AdamW(parameters, betas=betas, amsgrad=steps == 2), steps, dtype)
     assert findings(made, tmp_path / "run.pth") == []
 
 
 @pytest.mark.parametrize("scale", [1e-24, 1e-20, 1e-16, 1e10])
-def test_squares_that_vanish_are_not_reported(tmp_path, scale):
+def test_noop_squares_that_underflow(tmp_path, scale):
     assert findings(trained(torch.optim.Adam, scale=scale), tmp_path / "run.pth") == []
 
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Adadelta])
-def test_those_of_other_optimizers_are_not_reported(tmp_path, make):
+def test_noop_moments_of_other_optimizers(tmp_path, make):
     assert findings(trained(make), tmp_path / "run.pth") == []
 
 
 @pytest.mark.parametrize("lacks", ["amsgrad", "betas"])
-def test_averages_of_which_nothing_is_known_are_not_reported(tmp_path, lacks):
+def test_noop_unknown_averages(tmp_path, lacks):
     """SOAP has its squares in other axes, ADOPT averages what it has divided by them."""
     made = trained(torch.optim.AdamW)
     made["optimizer"]["state"][0]["exp_avg"] *= 1e6
@@ -59,7 +59,7 @@ def test_averages_of_which_nothing_is_known_are_not_reported(tmp_path, lacks):
     assert findings(made, tmp_path / "run.pth") == []
 
 
-def test_the_averages_of_one_parameter_were_exchanged(tmp_path):
+def test_exchanged_averages_of_one_parameter(tmp_path):
     made = trained(torch.optim.AdamW)
     row = made["optimizer"]["state"][1]
     row["exp_avg"], row["exp_avg_sq"] = row["exp_avg_sq"], row["exp_avg"]
@@ -72,7 +72,7 @@ def test_the_averages_of_one_parameter_were_exchanged(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["exp_avg", "exp_avg_sq"])
-def test_an_average_is_that_of_another_parameter(tmp_path, field):
+def test_the_average_of_another_parameter(tmp_path, field):
     """All shapes fit; the spike in the gradients was in other elements of each."""
     made = trained(torch.optim.AdamW, steps=8)
     one, other = made["optimizer"]["state"][0], made["optimizer"]["state"][2]
@@ -82,7 +82,7 @@ def test_an_average_is_that_of_another_parameter(tmp_path, field):
 
 
 @pytest.mark.parametrize("sample", ["universal_zero2", "universal_zero3", "zero1_w3_bf16_g2", "zero3_w3_bf16_g2"])
-def test_files_of_a_universal_checkpoint_were_exchanged(tmp_path, sample):
+def test_exchanged_files_of_a_universal_checkpoint(tmp_path, sample):
     saved, _ = unpacked(sample, tmp_path)
     assert found(ckptfix.check(saved), "OPT106") == []
     for field in sorted(saved.glob("*/zero/*/exp_avg.pt"))[:1]:

@@ -108,5 +108,5 @@ class Merge(Edit, frozen=True, tag="merge"):
     key: str = "a"
 
 
-def test_what_an_unknown_edit_touches_starts_anew():
+def test_state_of_keys_of_an_unknown_edit_starts_anew():
     assert traced([Merge()]) == {"a": Origin("a", is_trained=False), "b": Origin("b")}

@@ -11,7 +11,7 @@ from tests.rules.test_following import followed, net, sources
 from tests.rules.test_opt101_stale_optimizer import Net, findings, one_group, saved, train, without_aux
 
 
-def test_an_order_that_no_shape_tells_is_open(tmp_path):
+def test_an_order_that_no_shape_shows_is_unknown(tmp_path):
     trained, wanted = net(a=(3, 3), b=(3, 3)), net(b=(3, 3), a=(3, 3))
     ways_on = followed(tmp_path / "run.pth", trained, wanted)
     assert len(ways_on) == 2
@@ -40,7 +40,7 @@ def test_the_optimizer_of_another_state_dict_is_left_unchanged(tmp_path, names, 
     assert [name for name in names if str(result[name]) != str(states[name])] == touched
 
 
-def test_that_of_other_weights_is_named(tmp_path):
+def test_the_optimizer_of_other_weights_is_named(tmp_path):
     """Who repairs an average has no optimizer in step with it."""
     average = {key: value.clone() for key, value in Net().state_dict().items()}
     saved(Net(), one_group, tmp_path / "run.pth", model_ema=average)

@@ -43,24 +43,24 @@ def test_noop(settings, is_sound):
 
 
 @pytest.mark.parametrize("name", ["VAL101", "VAL", "weight", "w*"])
-def test_a_donor_gives_its_values(name):
+def test_values_are_taken_from_a_donor(name):
     seen = context(STATE, None, {"weight": torch.zeros(2, 2).half()}, fill="donor.pth", replace=(name,))
     (edit,) = Replacements(seen).of("VAL101", "weight", is_finite)
     assert edit == Replace("weight", "float32", (2, 2), "donor", "weight")
 
 
-def test_a_donor_of_another_shape_gives_nothing():
+def test_a_donor_of_another_shape_is_not_used():
     seen = context(STATE, None, {"weight": torch.zeros(3, 2)}, fill="donor.pth", replace=("VAL",))
     assert Replacements(seen).of("VAL101", "weight", is_finite) == ()
 
 
-def test_a_donor_whose_values_overflow_in_the_dtype_of_the_key_gives_nothing():
+def test_a_donor_that_overflows_in_the_dtype_of_the_key_is_not_used():
     half = {"weight": torch.ones(2, 2).half()}
     seen = context(half, None, {"weight": torch.full((2, 2), 1e6)}, fill="donor.pth", replace=("VAL",))
     assert Replacements(seen).of("VAL101", "weight", is_finite) == ()
 
 
-def test_a_fresh_norm_has_all_its_statistics():
+def test_all_statistics_of_a_norm_are_reset_together():
     state = nn.BatchNorm1d(3).state_dict(prefix="bn.")
     assert reset_edits("bn.running_var", context(state)) == ()
     edits = reset_edits("bn.running_var", context(state, reset_running_stats=True))
@@ -71,7 +71,7 @@ def test_a_fresh_norm_has_all_its_statistics():
     }
 
 
-def test_which_values_without_by_which_is_refused():
+def test_replace_without_fill_is_refused():
     with pytest.raises(UsageError, match="fill='twin', fill='target' or fill= with a file"):
         ckptfix.repair_state_dict(STATE, replace="VAL101")
 
@@ -93,7 +93,7 @@ def test_a_plan_of_another_file_is_refused(edit, said):
     assert Plan.from_json(Plan((Step("VAL101", (edit,)),)).to_json()).edits == (edit,)
 
 
-def test_all_repairs_together_leave_nothing_to_repair():
+def test_all_fixes_together_leave_no_finding():
     """Law 2 of the engine, over the flags that change values."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), *(nn.Linear(16, 16) for _ in range(6)))

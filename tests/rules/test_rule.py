@@ -45,7 +45,7 @@ RULES = [
 
 
 @pytest.mark.parametrize(("rule", "change"), RULES)
-def test_a_rule_judges_without_the_values_of_a_model_that_has_none(rule, change):
+def test_a_model_without_values(rule, change):
     assert [finding.keys for finding in propose(rule, broken(change), without_values())] == [("1.weight",)]
 
 

@@ -21,7 +21,7 @@ from tests.rules.proposals import loud, propose
 INF, NAN = math.inf, math.nan
 
 
-def test_healthy_models_are_quiet():
+def test_noop_healthy_models():
     for name in HEALTHY:
         assert propose(non_finite, build(name).state_dict()) == [], name
 
@@ -45,17 +45,17 @@ def test_healthy_models_are_quiet():
         pytest.param("count", torch.tensor(3), id="integer"),
     ],
 )
-def test_what_belongs_there_is_quiet(key, tensor):
+def test_noop_non_finite_by_design(key, tensor):
     assert propose(non_finite, {key: tensor}) == []
 
 
-def test_a_buffer_of_the_model_may_be_infinite():
+def test_noop_a_buffer_that_the_model_makes_infinite():
     model = nn.Linear(4, 4)
     model.register_buffer("scores", torch.full((4,), -INF))
     assert propose(non_finite, model.state_dict(), model) == []
 
 
-def test_a_buffer_that_was_never_set_is_quiet():
+def test_noop_a_buffer_that_was_never_set():
     model = nn.Linear(4, 4)
     model.register_buffer("history", torch.full((4,), NAN))
     assert propose(non_finite, model.state_dict(), model) == []
@@ -65,7 +65,7 @@ def test_a_buffer_that_was_never_set_is_quiet():
 
 
 @pytest.mark.parametrize("name", ["weight", "running_var"])
-def test_what_is_learned_is_never_unset(name):
+def test_learned_tensors_are_reported_though_the_model_has_nan_too(name):
     model = nn.BatchNorm1d(4)
     model.get_parameter("weight").data.fill_(NAN) if name == "weight" else model.get_buffer(name).fill_(NAN)
     assert [finding.keys for finding in propose(non_finite, model.state_dict(), model)] == [(name,)]
@@ -83,7 +83,7 @@ def test_what_is_learned_is_never_unset(name):
         pytest.param("crf.transitions", INF, id="transition-that-is-certain"),
     ],
 )
-def test_the_rest_is_an_error(key, value):
+def test_nan_in_other_tensors_is_an_error(key, value):
     tensor = torch.ones(8)
     tensor[5] = value
     (finding,) = propose(non_finite, {"other": torch.ones(3), key: tensor})
@@ -101,7 +101,7 @@ def test_the_counts_and_the_first_place_are_given():
     assert figures == {**counts, "affected": 3, "of": 10, "channels": [2, 3, 9]}
 
 
-def test_one_in_ten_million_is_found():
+def test_one_nan_in_ten_million_is_found():
     weight = torch.ones(10_000_000, dtype=torch.float16)
     weight[7_654_321] = NAN
     (finding,) = propose(non_finite, {"w": weight})
@@ -148,7 +148,7 @@ def test_nothing_is_changed_unless_asked():
 
 
 @pytest.mark.parametrize(("lost", "is_advised"), [(3, True), (200, True), (2000, False), (4096, False)])
-def test_zeros_are_not_advised_where_they_would_be_the_layer(lost, is_advised):
+def test_zeros_are_not_advised_for_most_of_a_layer(lost, is_advised):
     weight = torch.randn(4096)
     weight[:lost] = NAN
     state = {"fc.weight": weight.reshape(64, 64), "fc.bias": torch.ones(64)}
@@ -159,20 +159,20 @@ def test_zeros_are_not_advised_where_they_would_be_the_layer(lost, is_advised):
     assert not any("zero" in name for each in propose(non_finite, state)[0].remedies for name, _ in each.options)
 
 
-def test_zeros_are_the_last_resort_and_leave_all_other_values():
+def test_zeros_replace_only_the_non_finite_values():
     before = {"fc.weight": BROKEN["fc.weight"], "fc.bias": torch.ones(2)}
     after = {**before, "fc.weight": torch.tensor([[1.0, 1, 1], [1, 1, 0]])}
     report = check_repaired(before, after, "VAL101", zero_non_finite=True)
     assert [edit.kind for edit in report.edits] == ["zero"]
 
 
-def test_zero_is_not_a_variance():
+def test_a_variance_is_not_set_to_zero():
     repaired, report = ckptfix.repair_state_dict(BROKEN, select=("VAL101",), zero_non_finite=True)
     assert [finding.keys for finding in report.remaining] == [("bn.running_var",)]
     assert repaired["bn.running_var"].isnan().any()
 
 
-def test_a_norm_is_made_fresh():
+def test_the_statistics_of_a_norm_are_reset():
     before = {key: value for key, value in BROKEN.items() if key.startswith("bn")}
     before = {**before, "bn.running_mean": torch.ones(2), "bn.num_batches_tracked": torch.tensor(5)}
     after = dict(nn.BatchNorm1d(2, affine=False).state_dict(prefix="bn."))
@@ -201,7 +201,7 @@ def test_a_model_and_a_file_supply_what_is_named(names, tmp_path):
     check_repaired(before, {**before, "fc.weight": torch.ones(2, 3)}, "VAL101", replace=names, fill=fill)
 
 
-def test_a_source_that_is_broken_itself_is_not_taken():
+def test_a_broken_donor_is_not_used():
     before = {"weight": torch.full((2, 3), NAN)}
     model = nn.Linear(3, 2, bias=False)
     nn.init.constant_(model.weight, NAN)
@@ -235,7 +235,7 @@ def test_what_lies_next_to_the_weights(tmp_path, beside, settings, level):
     assert all(next(iter(beside)) in finding.message for finding in report.findings)
 
 
-def test_the_headline_says_what_was_not_examined(tmp_path):
+def test_the_headline_names_unexamined_entries(tmp_path):
     torch.save({"model": {"fc.weight": torch.ones(2, 2)}, "ema": {"shadow": [torch.ones(2, 2)]}}, tmp_path / "f.pth")
     report = ckptfix.check(tmp_path / "f.pth", select=("VAL101",))
     assert report.to_json()["unexamined"] == ["ema"]
@@ -244,7 +244,7 @@ def test_the_headline_says_what_was_not_examined(tmp_path):
 
 
 @pytest.mark.parametrize("value", [1.0, math.nan])
-def test_packed_weights_are_looked_at_for_nan_and_told_to_be_no_more(value, tmp_path):
+def test_packed_weights_are_searched_for_nan_alone(value, tmp_path):
     """As the state_dict of a quantised linear layer has them: a tuple of weight and bias."""
     packed = torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint8), torch.full((4,), value)
     torch.save({"0.weight": torch.randn(2, 2), "1._packed_params._packed_params": packed}, tmp_path / "f.pth")

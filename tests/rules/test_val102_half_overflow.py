@@ -39,7 +39,7 @@ def test_noop(state, dtype):
 @pytest.mark.parametrize(
     ("given", "dtype"), [("fp16", "float16"), ("bf16", "bfloat16"), ("float8_e5m2", "float8_e5m2")]
 )
-def test_what_fits_is_cast(given, dtype):
+def test_values_that_fit_are_cast(given, dtype):
     state = {"a.weight": WEIGHT["a.weight"]}
     after = {"a.weight": WEIGHT["a.weight"].to(getattr(torch, dtype))}
     report = check_repaired(state, after, "VAL102", dtype=given)
@@ -94,14 +94,14 @@ def test_few_values_that_vanish_are_counted_and_cast():
     assert finding.evidence == {"become_zero": {"a.weight": 3}}
 
 
-def test_infinity_does_not_fit_into_a_float_without_one():
+def test_infinity_in_a_dtype_without_infinity():
     state = {"a.weight": torch.full((8, 8), 0.1)}
     state["a.weight"][0, 0] = math.inf
     assert [f.level for f in propose(half_overflow, state, dtype="float8_e4m3fn")] == [Level.ERROR]
     assert [f.level for f in propose(half_overflow, state, dtype="float16")] == [Level.NOTE], "that is for VAL101"
 
 
-def test_a_model_of_another_dtype_does_not_cast_back():
+def test_a_model_of_another_dtype_does_not_revert_the_cast():
     model = nn.Linear(4, 4)
     repaired, report = ckptfix.repair_state_dict(model.state_dict(), model, dtype="float16", unsafe_fixes=True)
     assert {value.dtype for value in repaired.values()} == {torch.float16}
@@ -114,7 +114,7 @@ def test_what_has_no_meaning_is_refused(settings):
         ckptfix.repair_state_dict(WEIGHT, **settings)
 
 
-def test_a_counter_has_the_dtype_of_the_target_and_no_other(tmp_path):
+def test_a_counter_keeps_the_dtype_of_the_target(tmp_path):
     state = {"bn.running_mean": torch.zeros(4), "bn.running_var": torch.ones(4)}
     state["bn.num_batches_tracked"] = torch.tensor(5.0)
     torch.save(state, tmp_path / "like.pth")

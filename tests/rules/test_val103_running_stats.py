@@ -15,7 +15,7 @@ def norm(mean: float = 0.1, variance: float = 0.9, batches: int | None = 7) -> d
     return state if batches is None else {**state, "bn.num_batches_tracked": torch.tensor(batches)}
 
 
-def test_healthy_models_are_without_warnings():
+def test_noop_healthy_models_without_warnings():
     for name in HEALTHY:
         assert loud(propose(running_stats, build(name).state_dict())) == [], name
 
@@ -32,7 +32,7 @@ def test_healthy_models_are_without_warnings():
         pytest.param({"bn.running_var": torch.zeros(0)}, id="empty"),
     ],
 )
-def test_sound_statistics_are_quiet(state):
+def test_noop_sound_statistics(state):
     assert propose(running_stats, state) == []
 
 
@@ -55,7 +55,7 @@ def test_a_negative_variance_is_an_error_because_eval_gives_nan():
         pytest.param(norm(mean=0.0, variance=1.0, batches=None), Level.NOTE, id="never-updated-before-0.4.1"),
     ],
 )
-def test_the_level_follows_the_harm(state, level):
+def test_the_level_depends_on_the_harm(state, level):
     (finding,) = propose(running_stats, state)
     assert (finding.level, finding.keys, finding.fix) == (level, ("bn.running_var",), None)
 
@@ -77,20 +77,20 @@ def test_the_level_follows_the_harm(state, level):
         ),
     ],
 )
-def test_what_contradicts_itself_is_a_note(state, message):
+def test_contradictory_statistics_are_a_note(state, message):
     (finding,) = propose(running_stats, state)
     assert finding.level is Level.NOTE
     assert message in finding.message
 
 
-def test_mean_and_variance_that_changed_places():
+def test_exchanged_mean_and_variance():
     state = {"bn.running_mean": torch.rand(16) + 0.1, "bn.running_var": torch.randn(16)}
     (finding,) = loud(propose(running_stats, state))
     assert (finding.level, "look swapped" in finding.message) == (Level.ERROR, True)
 
 
 @pytest.mark.parametrize("bad", [norm(variance=-1.0), norm(variance=0.0), norm(mean=0.0, variance=1.0)])
-def test_broken_statistics_are_reset_where_that_was_asked_for(bad):
+def test_broken_statistics_are_reset_on_request(bad):
     fresh = dict(nn.BatchNorm1d(8, affine=False).state_dict(prefix="bn."))
     check_repaired({**bad, **norm_named("other")}, {**fresh, **norm_named("other")}, "VAL103", reset_running_stats=True)
 

@@ -58,7 +58,7 @@ def scaled(factor: float, layer: str = "conv3") -> dict[str, torch.Tensor]:
     return {key: value * factor if key == f"{layer}.weight" else value for key, value in state.items()}
 
 
-def test_healthy_models_are_quiet():
+def test_noop_healthy_models():
     for name in HEALTHY:
         assert propose(decayed, build(name).state_dict()) == [], name
         assert propose(decayed, build(name).state_dict(), build(name)) == [], name
@@ -88,11 +88,11 @@ def test_healthy_models_are_quiet():
         pytest.param({}, id="nothing"),
     ],
 )
-def test_what_is_not_decay_is_quiet(state):
+def test_noop_small_weights_without_decay(state):
     assert propose(decayed, state) == []
 
 
-def test_a_layer_that_the_model_starts_small_is_quiet():
+def test_noop_a_layer_that_the_model_initialises_small():
     model = Net()
     nn.init.normal_(model.spare.weight, std=1e-5)  # the flow layer of VoxelMorph, for one
     (finding,) = propose(decayed, model.state_dict())
@@ -112,7 +112,7 @@ def test_a_kernel_is_scale_invariant_before_a_norm_that_was_updated():
 
 
 @pytest.mark.parametrize(("scale", "level"), [(1e-5, Level.WARNING), (1e-30, Level.ERROR)])
-def test_a_norm_says_nothing_of_a_kernel_that_cannot_have_given_its_variance(scale, level):
+def test_a_norm_whose_variance_the_kernel_cannot_explain(scale, level):
     state = scaled(scale)
     state["bn3.num_batches_tracked"], state["bn3.running_var"] = torch.tensor(900), torch.full((8,), 0.3)
     (finding,) = propose(decayed, state)
@@ -121,14 +121,14 @@ def test_a_norm_says_nothing_of_a_kernel_that_cannot_have_given_its_variance(sca
 
 @pytest.mark.parametrize("shapes", [[(1000, 16)], [(16, 64)] * 8])
 @pytest.mark.parametrize(("scale", "is_quiet"), [(1e-5, True), (1.3e-5, False), (1e-7, False)])
-def test_what_was_drawn_with_a_power_of_ten(shapes, scale, is_quiet):
+def test_noop_initialised_with_a_power_of_ten(shapes, scale, is_quiet):
     drawn = {f"flows.{index}.weight": torch.randn(shape) * scale for index, shape in enumerate(shapes)}
     is_quiet |= len(drawn) > 1 and scale == 1e-7
     assert (propose(decayed, Net().state_dict() | drawn) == []) is is_quiet
 
 
 @pytest.mark.parametrize(("bound", "is_quiet"), [(1e-4, True), (1.3e-4, False), (1e-12, False)])
-def test_a_matrix_that_was_drawn_from_within_a_power_of_ten(bound, is_quiet):
+def test_noop_initialised_within_a_power_of_ten(bound, is_quiet):
     state = Net().state_dict() | {"spare.weight": torch.empty(256, 8).uniform_(-bound, bound)}
     assert [finding.keys for finding in propose(decayed, state)] == ([] if is_quiet else [("spare.weight",)])
 
@@ -152,7 +152,7 @@ def test_a_table_starts_small_whatever_its_name(scale, is_quiet):
     assert [finding.keys for finding in propose(decayed, state)] == ([] if is_quiet else [("grid.weight",)])
 
 
-def test_the_norm_and_the_bias_that_shrank_in_step_are_listed():
+def test_norm_and_bias_that_shrank_too_are_listed():
     state = scaled(1e-9)
     state["bn3.weight"], state["bn3.bias"] = torch.full((8,), 1e-9), torch.zeros(8)
     state["spare.weight"], state["spare.bias"] = state["spare.weight"] * 1e-8, state["spare.bias"] * 1e-8
@@ -166,7 +166,7 @@ def test_the_norm_and_the_bias_that_shrank_in_step_are_listed():
     ("share", "level"), [(1e-4, Level.WARNING), (1e-5, Level.WARNING), (1e-7, Level.ERROR), (1e-36, Level.ERROR)]
 )
 @pytest.mark.parametrize("model", [None, Net()], ids=["by-fan-in", "by-the-model"])
-def test_the_level_follows_what_is_left(share, level, model):
+def test_the_level_depends_on_what_is_left(share, level, model):
     (finding,) = propose(decayed, scaled(share), model)
     figures = finding.evidence["tensors"]["conv3.weight"]
     assert finding.level is level
@@ -188,12 +188,12 @@ def test_the_only_layer_of_its_kind_is_compared_with_the_others():
     assert [finding.keys for finding in propose(decayed, state)] == [("conv.weight",)]
 
 
-def test_a_file_of_nothing_but_remains_is_found():
+def test_a_file_of_decayed_weights_alone():
     state = {f"{index}.weight": torch.randn(16, 16) * 1e-12 for index in range(3)}
     assert [finding.keys for finding in propose(decayed, state)] == [tuple(state)]
 
 
-def test_training_leaves_nothing_of_a_layer_without_gradients(training):
+def test_a_layer_without_gradients_decays_in_training(training):
     net, optimizer = training
     state = net.state_dict()
     assert 0 < state["conv3.weight"].norm() < 1e-6 * Net().state_dict()["conv3.weight"].norm()
@@ -227,13 +227,13 @@ def test_many_matrices_of_one_round_scale_were_initialised_so():
     assert [finding.keys for finding in propose(decayed, {**decays, **healthy})] == [tuple(decays)]
 
 
-def test_few_large_weights_say_that_the_matrix_lives_on():
+def test_noop_a_few_large_weights():
     state = {**scaled(1), "fc2.weight": torch.randn(256, 256) * 1e-7}
     state["fc2.weight"][3, 3] = 0.01
     assert propose(decayed, state) == []
 
 
-def test_it_is_replaced_where_that_was_asked_for():
+def test_replaced_on_request():
     model, before = Net(), scaled(1e-5)
     after = {**before, "conv3.weight": model.state_dict()["conv3.weight"]}
     check_repaired(before, after, "VAL201", model, replace="VAL201", fill="target")
@@ -252,7 +252,7 @@ def test_noop_a_table_that_starts_tiny(scale):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_a_weight_that_grew_from_nothing_is_acquitted_by_its_moments(tmp_path, kind):
+def test_noop_moments_show_that_the_weight_grew(tmp_path, kind):
     """It started at 1e-9, gradients arrive, and decay has not begun to act."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
     nn.init.normal_(model.get_parameter("2.weight"), std=1e-9)
@@ -322,7 +322,7 @@ def test_noop_a_last_layer_that_a_few_steps_moved_away_from_zero(outputs, option
         (0.3, 0.0, False),
     ],
 )
-def test_a_prediction_agrees_where_the_logarithms_do(observed, predicted, agrees):
+def test_a_prediction_agrees_if_the_logarithms_agree(observed, predicted, agrees):
     assert DecayEvidence(observed, predicted).agrees is agrees
 
 
@@ -351,11 +351,11 @@ def test_a_prediction_agrees_where_the_logarithms_do(observed, predicted, agrees
         ),
     ],
 )
-def test_what_the_message_adds(corroboration, words):
+def test_evidence_in_the_message(corroboration, words):
     assert corroboration.in_words == words
 
 
-def test_the_file_of_a_trainer_tells_how_the_layer_got_there(training, tmp_path):
+def test_the_optimizer_explains_the_decay(training, tmp_path):
     net, optimizer = training
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 1500}, tmp_path / "t.pth")
     (finding,) = loud(propose(decayed, open_file(str(tmp_path / "t.pth"))))
@@ -393,7 +393,7 @@ def test_noop(tmp_path, settings):
 
 
 @pytest.mark.parametrize("forget", [(), ("decoupled_weight_decay",)], ids=["torch 2.7", "older"])
-def test_the_decay_that_adam_adds_to_its_gradients_acquits_nothing(tmp_path, forget):
+def test_l2_decay_of_adam_is_not_an_explanation(tmp_path, forget):
     net = Net()
     adam = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.01)
     for _ in range(400):
@@ -410,13 +410,13 @@ def test_the_decay_that_adam_adds_to_its_gradients_acquits_nothing(tmp_path, for
 
 
 @pytest.mark.parametrize(("steps", "level"), [(40, "NOTE"), (80, "WARNING")])
-def test_what_got_no_gradient_is_recognised_by_what_is_left(tmp_path, steps, level):
+def test_layers_without_gradients_are_recognised(tmp_path, steps, level):
     (finding,) = propose(decayed, save(tmp_path / "t.pth", steps=steps))
     assert (finding.level.name, set(finding.keys)) == (level, {"conv3.weight", "spare.weight"})
     assert finding.evidence["tensors"]["spare.weight"]["prediction_agrees"] is True
 
 
-def test_light_decay_is_replaced_where_that_was_asked_for(tmp_path):
+def test_light_decay_is_replaced_on_request(tmp_path):
     save(tmp_path / "t.pth", steps=80)
     before = torch.load(tmp_path / "t.pth")["model"]
     torch.save(Net().state_dict(), tmp_path / "donor.pth")

@@ -16,7 +16,7 @@ def net(**zero: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return healthy | {key.replace("__", "."): torch.zeros(shape) for key, shape in zero.items()}
 
 
-def test_healthy_models_are_quiet():
+def test_noop_healthy_models():
     for name in HEALTHY:
         assert propose(all_zero, build(name).state_dict()) == [], name
         assert propose(all_zero, build(name).state_dict(), build(name)) == [], name
@@ -61,11 +61,11 @@ def test_healthy_models_are_quiet():
         pytest.param(net(empty=(0, 8)), id="empty"),
     ],
 )
-def test_zero_by_design_is_quiet(state):
+def test_noop_zero_by_design(state):
     assert loud(propose(all_zero, state)) == []
 
 
-def test_what_the_model_starts_with_is_by_design():
+def test_noop_zero_in_the_initial_model():
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8)})
     state = model.state_dict() | {"b.weight": torch.zeros(8, 8)}
     assert [finding.keys for finding in propose(all_zero, state, model)] == [("b.weight",)]
@@ -73,7 +73,7 @@ def test_what_the_model_starts_with_is_by_design():
     assert propose(all_zero, state, model) == []
 
 
-def test_the_model_outweighs_the_name():
+def test_the_model_counts_more_than_the_name():
     model = nn.ModuleDict({"proj_out": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8)})
     state = model.state_dict() | {"proj_out.weight": torch.zeros(8, 8)}
     assert propose(all_zero, state) == []
@@ -88,20 +88,20 @@ def test_a_zero_matrix_is_a_warning(key):
     assert finding.evidence["tensors"][finding.keys[0]] == {"zeros": 128, "numel": 128}
 
 
-def test_a_layer_of_every_block_is_a_warning_where_one_of_them_lives():
+def test_a_layer_of_every_block_is_a_warning_if_one_is_not_zero():
     blocks = net(flows__0__s__2__weight=(8, 8), flows__1__s__2__weight=(8, 8))
     (finding,) = propose(all_zero, blocks | {"flows.2.s.2.weight": torch.ones(8, 8)})
     assert (finding.level, len(finding.keys)) == (Level.WARNING, 2)
 
 
-def test_a_layer_that_starts_at_zero_is_noted_where_those_of_other_blocks_left_it():
+def test_a_layer_still_at_its_initial_zero_is_a_note():
     blocks = net(blocks__0__mlp_gate__3__weight=(8, 8))
     assert propose(all_zero, blocks) == []
     (finding,) = propose(all_zero, blocks | {"blocks.1.mlp_gate.3.weight": torch.ones(8, 8)})
     assert (finding.level, finding.keys) == (Level.NOTE, ("blocks.0.mlp_gate.3.weight",))
 
 
-def test_what_may_be_a_buffer_is_a_note_in_a_trained_file_too():
+def test_a_possible_buffer_is_a_note():
     state = net(latent_avg=(14, 8), bn__num_batches_tracked=()) | {"bn.num_batches_tracked": torch.tensor(7)}
     (finding,) = propose(all_zero, state)
     assert (finding.level, finding.keys) == (Level.NOTE, ("latent_avg",))
@@ -112,7 +112,7 @@ def test_the_norm_that_is_zero_as_well_is_listed():
     assert finding.keys == ("conv.weight", "bn.weight", "bn.bias")
 
 
-def test_a_file_of_mostly_zeros_is_an_error_whatever_the_names():
+def test_a_file_of_mostly_zeros_is_an_error():
     state = {"head.weight": torch.randn(4, 4)} | {f"gate.{index}.weight": torch.zeros(4, 4) for index in range(3)}
     (finding,) = propose(all_zero, state)
     assert (finding.level, len(finding.keys)) == (Level.ERROR, 3)
@@ -122,7 +122,7 @@ def test_a_file_of_mostly_zeros_is_an_error_whatever_the_names():
     "key",
     "head.weight head.fc.weight embeddings.time_embeddings classifier.weight lm_head.weight output.weight".split(),
 )
-def test_a_last_layer_may_start_at_zero_and_not_stay_there(key):
+def test_a_last_layer_is_not_zero_after_training(key):
     state = net(**{key.replace(".", "__"): (8, 16)})
     assert [(finding.level, finding.keys) for finding in propose(all_zero, state)] == [(Level.NOTE, (key,))]
     assert [finding.keys for finding in propose(all_zero, state, root={"step": 400})] == [(key,)]
@@ -130,7 +130,7 @@ def test_a_last_layer_may_start_at_zero_and_not_stay_there(key):
     assert [finding.keys for finding in propose(all_zero, trained)] == [(key,)]
 
 
-def test_what_is_zero_in_every_block_may_start_there_and_not_stay_there():
+def test_layers_of_every_block_are_not_zero_after_training():
     state = net(blocks__0__conv4__3__weight=(8, 8), blocks__1__conv4__3__weight=(8, 8))
     both = ("blocks.0.conv4.3.weight", "blocks.1.conv4.3.weight")
     assert [(finding.level, finding.keys) for finding in propose(all_zero, state)] == [(Level.NOTE, both)]
@@ -148,7 +148,7 @@ def fixup(scale: float = 1.0) -> dict[str, torch.Tensor]:
     return state | {"fc.weight": torch.zeros(4, 8)}
 
 
-def test_branches_that_start_closed_are_a_note_and_no_empty_file():
+def test_branches_that_start_at_zero_are_a_note():
     assert [finding.level for finding in propose(all_zero, fixup())] == [Level.NOTE]
     assert [finding.level for finding in propose(all_zero, fixup(), root={"step": 400})] == [Level.ERROR]
     assert [finding.level for finding in propose(all_zero, fixup(scale=0.0))] == [Level.ERROR]
@@ -194,7 +194,7 @@ def test_an_adapter_alone_is_not_a_file_of_zeros():
     assert [finding.level for finding in propose(all_zero, full)] == [Level.ERROR]
 
 
-def test_a_zero_matrix_is_replaced_where_that_was_asked_for():
+def test_a_zero_matrix_is_replaced_on_request():
     model = nn.ModuleDict({"a": nn.Linear(8, 8, bias=False), "b": nn.Linear(8, 8, bias=False)})
     before = {"a.weight": torch.zeros(8, 8), "b.weight": torch.randn(8, 8)}
     after = {**before, "a.weight": model.get_parameter("a.weight").detach()}

@@ -14,7 +14,7 @@ def weight(subnormals: int, dtype: torch.dtype = torch.float32) -> dict[str, tor
     return {"fc.weight": tensor}
 
 
-def test_healthy_models_are_quiet():
+def test_noop_healthy_models():
     for name in HEALTHY:
         assert propose(subnormal, build(name).state_dict()) == [], name
 
@@ -43,12 +43,12 @@ def test_noop(state):
     ],
     ids=["few", "many", "double", "a-vector"],
 )
-def test_the_level_follows_the_share(state, level):
+def test_the_level_depends_on_the_share(state, level):
     (finding,) = propose(subnormal, state)
     assert (finding.level, finding.keys, finding.fix) == (level, tuple(state), None)
 
 
-def test_they_are_flushed_where_that_was_asked_for():
+def test_flushed_on_request():
     before = {**weight(7), "b": torch.tensor([1e-40, -0.0, -1e-45, 1.0])}
     after = {"fc.weight": torch.where(before["fc.weight"] < 1, 0.0, 1.0), "b": torch.tensor([0.0, -0.0, 0.0, 1.0])}
     with pytest.raises(AssertionError):  # a note and a warning are two findings

@@ -20,7 +20,7 @@ def table(rows: slice) -> torch.Tensor:
     return weight
 
 
-def test_healthy_models_are_quiet():
+def test_noop_healthy_models():
     for name in HEALTHY:
         assert propose(dead_channels, build(name).state_dict()) == [], name
 
@@ -69,7 +69,7 @@ def test_many_rows_of_zeros_inside_of_an_embedding_are_noted():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(12, 3, 3, 3), (16, 64), (8, 3000)])
-def test_channels_of_next_to_nothing_are_noted(dtype, shape):
+def test_nearly_zero_channels_are_noted(dtype, shape):
     weight = torch.randn(shape)
     weight[[2, 7]] *= 1e-24
     assert (
@@ -81,7 +81,7 @@ def test_channels_of_next_to_nothing_are_noted(dtype, shape):
     assert finding.evidence["tensors"]["conv.weight"]["channels"] == [2, 7]
 
 
-def test_a_single_row_of_next_to_nothing_is_not_padding():
+def test_a_single_nearly_zero_row_is_not_padding():
     weight = torch.randn(16, 64)
     weight[5] = 0
     assert propose(dead_channels, {"fc.weight": weight}) == []

@@ -9,7 +9,7 @@ from tests.rules.healthy import HEALTHY, build
 from tests.rules.proposals import propose
 
 
-def test_healthy_models_are_quiet():
+def test_noop_healthy_models():
     for name in HEALTHY:
         assert propose(constant, build(name).state_dict()) == [], name
         assert propose(constant, build(name).state_dict(), build(name)) == [], name
@@ -34,7 +34,7 @@ def test_noop(key, tensor):
     assert propose(constant, {key: tensor, "other.weight": torch.randn(8, 8)}) == []
 
 
-def test_a_layer_that_the_model_fills_so_is_quiet():
+def test_noop_a_layer_that_the_model_initialises_constant():
     model = nn.Linear(16, 16)
     nn.init.constant_(model.weight, 0.3)
     assert propose(constant, model.state_dict(), model) == []
@@ -49,7 +49,7 @@ def test_a_matrix_of_one_value_is_a_warning(key):
     assert finding.evidence["tensors"][key]["value"] == pytest.approx(0.3)
 
 
-def test_it_is_replaced_where_that_was_asked_for():
+def test_replaced_on_request():
     model = nn.Linear(16, 16, bias=False)
     after = {"weight": model.weight.detach()}
     check_repaired({"weight": torch.full((16, 16), 0.3)}, after, "VAL205", model, replace="VAL205", fill="target")

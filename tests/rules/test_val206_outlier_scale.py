@@ -16,7 +16,7 @@ def net(factor: float = 1.0, key: str = "2.weight") -> dict[str, torch.Tensor]:
     return {name: value * factor if name == key else value for name, value in state.items()}
 
 
-def test_healthy_models_are_quiet():
+def test_noop_healthy_models():
     for name in HEALTHY:
         assert propose(outlier_scale, build(name).state_dict()) == [], name
 
@@ -40,7 +40,7 @@ def test_noop(state):
     assert propose(outlier_scale, state) == []
 
 
-def test_a_layer_that_the_model_starts_so_is_quiet():
+def test_noop_a_layer_that_the_model_initialises_large():
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
     nn.init.normal_(model.get_parameter("2.weight"), std=5000)
     assert [finding.keys for finding in propose(outlier_scale, model.state_dict())] == [("2.weight",)]
@@ -64,6 +64,6 @@ def test_a_lone_matrix_of_its_kind_is_compared_with_all_others(key, others):
     assert finding.keys == (key,)
 
 
-def test_it_is_replaced_where_that_was_asked_for(tmp_path):
+def test_replaced_on_request(tmp_path):
     torch.save(net(), tmp_path / "donor.pth")
     check_repaired(net(5000), net(), "VAL206", replace="2.weight", fill=str(tmp_path / "donor.pth"))

@@ -74,7 +74,7 @@ def test_noop_outliers_of_training(outlier):
     assert propose(huge_value, {"fc.weight": weight}) == []
 
 
-def test_a_variance_has_a_bound_of_its_own():
+def test_a_variance_has_its_own_limit():
     (finding,) = propose(huge_value, {"bn.running_var": torch.tensor([1.0, 2e9])})
     assert finding.level is Level.WARNING
     assert finding.evidence["tensors"]["bn.running_var"]["channels"] == [1]
@@ -110,7 +110,7 @@ def test_data_in_a_large_unit_is_a_note(state, level):
     assert level is Level.WARNING or not found[0].remedies
 
 
-def test_a_model_that_starts_so():
+def test_huge_values_of_the_initial_model():
     model = nn.Linear(4, 4)
     nn.init.constant_(model.weight, 5e6)
     assert propose(huge_value, model.state_dict(), model) == []

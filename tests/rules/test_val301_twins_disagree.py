@@ -67,7 +67,7 @@ def test_a_chosen_set_that_is_sound_is_not_compared(tmp_path):
     assert len(checked(tmp_path, BROKEN, state(), weights="state_dict").findings) == 1
 
 
-def test_the_broken_end_of_a_tie_is_taken_from_the_other():
+def test_the_broken_end_of_a_tie_is_replaced_by_the_other():
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -81,7 +81,7 @@ def test_the_broken_end_of_a_tie_is_taken_from_the_other():
     check_repaired(before, after, "VAL301", Tied(), replace="VAL301", fill="twin")
 
 
-def test_the_sound_set_gives_what_is_broken_and_nothing_else(tmp_path):
+def test_only_broken_tensors_come_from_the_sound_set(tmp_path):
     torch.save({"state_dict": BROKEN, "ema": state(conv__bias=torch.ones(8))}, tmp_path / "m.pth")
     done = ckptfix.repair(tmp_path / "m.pth", output=tmp_path / "out.pth", replace="VAL301", fill="twin", select="VAL")
     assert_same(torch.load(tmp_path / "out.pth")["state_dict"], state())
@@ -91,7 +91,7 @@ def test_the_sound_set_gives_what_is_broken_and_nothing_else(tmp_path):
     assert_same(again.state_dict(), state())
 
 
-def test_what_another_rule_found_broken_as_well_is_cured_with_it(tmp_path):
+def test_tensors_that_another_rule_found_too_are_fixed(tmp_path):
     """One flag has to be enough, though VAL101 and VAL103 see the same values first."""
     raw = state(conv__weight=BROKEN["conv.weight"], bn__running_var=-torch.ones(8), bn__running_mean=torch.zeros(8))
     average = state(bn__running_mean=torch.zeros(8))
@@ -122,6 +122,6 @@ def test_noop_an_output_layer_that_only_its_name_ties(head: torch.Tensor) -> Non
     assert propose(twins_disagree, {"embed_tokens.weight": torch.randn(32, 8), "lm_head.weight": head}) == []
 
 
-def test_an_output_layer_whose_other_numbers_are_those_of_the_embedding_is_tied():
+def test_an_output_layer_that_correlates_with_the_embedding_is_tied():
     state = {"embed_tokens.weight": OWN, "lm_head.weight": HEADS["its own numbers and a NaN"]}
     assert [finding.keys for finding in propose(twins_disagree, state)] == [("lm_head.weight",)]

@@ -21,7 +21,7 @@ def rows(corpus: Path) -> list[dict]:
     return [row for row in map(json.loads, lines) if "|" not in row["container"]]
 
 
-def test_what_is_broken_is_named(corpus):
+def test_defects_of_the_corpus_are_named(corpus):
     for row in rows(corpus):
         if row["expect"] not in BROKEN:
             continue
@@ -33,7 +33,7 @@ def test_what_is_broken_is_named(corpus):
         assert found >= expected > set(), row["path"]
 
 
-def test_healthy_files_are_left_in_peace(corpus):
+def test_noop_healthy_files_of_the_corpus(corpus):
     seen = 0
     for row in rows(corpus):
         if row["expect"] in BROKEN or row["expect"] in DAMAGED:

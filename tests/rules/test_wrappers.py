@@ -207,7 +207,7 @@ def test_fsdp(outer: Wrap, tmp_path: Path) -> None:
     assert_same(ckptfix.repair_state_dict(wrapped.state_dict())[0], net().state_dict())
 
 
-def test_fsdp_parameters_under_their_inner_names() -> None:
+def test_fsdp_parameters_by_their_inner_names() -> None:
     """What a trainer saves that collects ``named_parameters`` itself."""
     named = {key: value.detach() for key, value in fully_sharded(net()).named_parameters()}
     assert all("_fsdp_wrapped_module" in key for key in named)
@@ -272,7 +272,7 @@ def test_without_segments() -> None:
     assert without_segments(paths) == {"a._orig_mod.weight": "a.weight", "_orig_mod": "", "_forward_module.a": "a"}
 
 
-def test_the_names_that_an_optimizer_knew_are_those_without_wrappers():
+def test_names_in_an_optimizer_lose_their_wrappers():
     """Activation checkpointing inside of FSDP, with an optimizer that was made by the names of the bare model."""
     keys = ["_fsdp_wrapped_module.a._checkpoint_wrapped_module.weight", "module._orig_mod.a.bias"]
     assert [bare(key) for key in keys] == ["a.weight", "a.bias"]
