@@ -48,7 +48,7 @@ UNREAD: list[Any] = [
 
 @pytest.mark.parametrize("settings", UNREAD)
 @pytest.mark.parametrize("form", [{"format": "safetensors"}, {"for_torch": "1.0"}, {}], ids=["safe", "legacy", "zip"])
-def test_sound_storages_are_written(form, settings, tmp_path):
+def test_noop_sound_storages(form, settings, tmp_path):
     ckptfix.repair(flipped(tmp_path, None), output=tmp_path / "out", **form, **settings)
     assert (tmp_path / "out").exists()
 
@@ -62,20 +62,20 @@ def test_sound_storages_are_written(form, settings, tmp_path):
         pytest.param(1, {}, "view", id="a part of a storage gets a checksum of its own"),
     ],
 )
-def test_damage_is_not_laundered(number, form, key, settings, tmp_path):
+def test_a_damaged_storage_is_not_written_without_its_checksum(number, form, key, settings, tmp_path):
     source = flipped(tmp_path, number)
     with pytest.raises(WriteError, match=f"the storage of {key} fails its checksum.*salvage=True"):
         ckptfix.repair(source, output=tmp_path / "out", **form, **settings)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.pth"]
 
 
-def test_a_whole_storage_keeps_the_checksum_that_tells_of_its_damage(tmp_path):
+def test_a_copied_storage_keeps_its_checksum(tmp_path):
     ckptfix.repair(flipped(tmp_path, 0), output=tmp_path / "out.pth", values=False)
     assert [finding.code for finding in ckptfix.check(tmp_path / "out.pth").findings] == ["FIL201"]
 
 
 @pytest.mark.parametrize("form", ["pth", "safetensors"])
-def test_nothing_is_written_while_damage_remains(form, tmp_path):
+def test_nothing_is_written_if_damage_remains(form, tmp_path):
     source = flipped(tmp_path, 0)
     report = ckptfix.repair(source, output=tmp_path / "out", format=form).report
     assert (report.exit_code, report.output) == (1, None)
@@ -118,21 +118,21 @@ def test_a_storage_is_read_once(crc32: int | None) -> None:
     assert source.count == source.nbytes
 
 
-def test_a_view_costs_one_pass_over_its_storage_and_the_next_ones_nothing_more() -> None:
+def test_several_views_read_their_storage_once() -> None:
     checkpoint, source = counted(WHOLE, crc_of(WHOLE), 6)
     for number in range(6):
         assert torch.equal(checkpoint.read(f"t{number}"), WHOLE[100 * number : 100 * number + 100])
     assert source.count == 2 * source.nbytes
 
 
-def test_a_view_of_a_storage_without_checksum_costs_its_own_bytes() -> None:
+def test_a_view_without_checksum_reads_only_its_own_bytes() -> None:
     checkpoint, source = counted(WHOLE, None, 6)
     checkpoint.read("t3")
     assert source.count == source.nbytes // 6
 
 
 @pytest.mark.parametrize("parts", [1, 6])
-def test_no_read_gives_damaged_values_silently(parts: int) -> None:
+def test_damaged_values_are_refused_or_read_with_a_warning(parts: int) -> None:
     for _ in range(2):
         checkpoint, _ = counted(WHOLE, crc_of(WHOLE) ^ 1, parts)
         with pytest.raises(UnreadableError, match=r"the storage of t0.* fails its checksum"):
@@ -142,7 +142,7 @@ def test_no_read_gives_damaged_values_silently(parts: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 5000, 1 << 22], ids=["each alone", "some together", "all together"])
-def test_what_is_proved_ahead_is_read_once(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storages_verified_ahead_are_read_once(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptfix.bytes.checksums._BATCH", batch)
     made = [counted(WHOLE, crc_of(WHOLE) ^ (number % 3 == 1), 1) for number in range(7)]
     storages = [checkpoint.specs["t0"].storage for checkpoint, _ in made]
@@ -152,7 +152,7 @@ def test_what_is_proved_ahead_is_read_once(batch: int, monkeypatch: pytest.Monke
     assert [source.count for _, source in made] == [WHOLE.nbytes] * 7
 
 
-def test_what_is_made_of_a_damaged_storage_is_damaged() -> None:
+def test_tensors_made_of_a_damaged_storage_are_damaged() -> None:
     sound, damaged = (counted(WHOLE, crc_of(WHOLE) ^ wrong, 1)[0].specs["t0"] for wrong in (0, 1))
     for spec, expected in ((sound, True), (damaged, False)):
         storage = cast_spec(spec, "float16", "model.pth").storage
@@ -181,7 +181,7 @@ def big_endian(folder: Path) -> Iterator[tuple[Path, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("made", [plain, scripted, big_endian])
-def test_no_form_of_zip_file_is_loaded_with_a_flipped_bit(made: Any, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_in_every_form_of_zip_file(made: Any, tmp_path: Path) -> None:
     ((path, stored),) = made(tmp_path)
     assert ckptfix.open_checkpoint(path).read("weight").shape == (20, 30)
     data = bytearray(path.read_bytes())
@@ -196,7 +196,7 @@ def test_no_form_of_zip_file_is_loaded_with_a_flipped_bit(made: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("settings", [{}, {"values": False}], ids=["values read", "values not read"])
-def test_load_puts_no_damaged_value_into_a_model(settings: Any, tmp_path: Path) -> None:
+def test_load_refuses_damaged_values(settings: Any, tmp_path: Path) -> None:
     ((path, weight),) = plain(tmp_path)
     ckptfix.load(torch.nn.Linear(30, 20), path, **settings)
     data = bytearray(path.read_bytes())
@@ -233,7 +233,7 @@ PASSES: dict[str, tuple[list[tuple[int, int]], int]] = {
 
 @pytest.mark.parametrize("is_sound_there", [True, False])
 @pytest.mark.parametrize("name", PASSES)
-def test_a_storage_is_proved_by_what_passes_and_the_rest_is_read(name, is_sound_there, tmp_path, monkeypatch):
+def test_a_storage_is_verified_from_copied_bytes_and_the_rest_is_read(name, is_sound_there, tmp_path, monkeypatch):
     passes, unread = PASSES[name]
     (tmp_path / "file").write_bytes(b"before" + BYTES + b"after")
     file = OpenFile(str(tmp_path / "file"))
@@ -256,7 +256,7 @@ def test_a_storage_is_proved_by_what_passes_and_the_rest_is_read(name, is_sound_
     assert sum(read) == unread + 3
 
 
-def test_what_passes_of_bytes_that_are_made_proves_their_storage(monkeypatch):
+def test_a_storage_in_memory_is_verified_from_copied_bytes(monkeypatch):
     storage = Storage("0", MemoryBytes(BYTES), crc32=zlib.crc32(BYTES))
     verifier = Verifier([storage])
     verifier.take(storage.source, 0, memoryview(BYTES))

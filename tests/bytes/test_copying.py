@@ -92,11 +92,11 @@ def way(request, monkeypatch) -> Any:
         (7, 7),
     ],
 )
-def test_every_way_gives_the_same_bytes(start, stop, way, place, tmp_path):
+def test_all_ways_of_copying_give_the_same_bytes(start, stop, way, place, tmp_path):
     assert copied(place, start, stop, tmp_path) == (DATA[start:stop], stop - start)
 
 
-def test_only_what_lies_alike_in_its_pages_is_for_the_kernel(place, tmp_path, monkeypatch):
+def test_the_kernel_copies_only_ranges_of_equal_alignment(place, tmp_path, monkeypatch):
     def refuse(*_: object) -> int:
         raise AssertionError("the kernel was asked")
 
@@ -106,7 +106,7 @@ def test_only_what_lies_alike_in_its_pages_is_for_the_kernel(place, tmp_path, mo
         copied(place, 2 * PAGE, len(DATA), tmp_path)
 
 
-def test_calls_that_write_end_at_edges_of_the_new_file(place, tmp_path, monkeypatch):
+def test_writes_end_at_aligned_offsets(place, tmp_path, monkeypatch):
     ends: list[int] = []
     for name in ("copy_file_range", "write"):
         real = getattr(os, name)
@@ -124,7 +124,7 @@ def test_calls_that_write_end_at_edges_of_the_new_file(place, tmp_path, monkeypa
         ends.clear()
 
 
-def test_what_is_equal_when_it_is_read_back_is_noted(way, place, tmp_path):
+def test_ranges_read_back_equal_are_recorded(way, place, tmp_path):
     with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
         copier.write(b"header")
         copier.copy(place, 0, len(DATA))
@@ -146,7 +146,7 @@ def test_what_is_equal_when_it_is_read_back_is_noted(way, place, tmp_path):
 
 @pytest.mark.parametrize("is_made", [False, True])
 @pytest.mark.parametrize("wrong", [0, WINDOW - 1, WINDOW, len(DATA) - 1])
-def test_what_differs_when_it_is_read_back_is_not_noted(wrong, is_made, way, place, tmp_path, monkeypatch):
+def test_ranges_read_back_different_are_not_recorded(wrong, is_made, way, place, tmp_path, monkeypatch):
     real = os.preadv
 
     def misread(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -185,7 +185,7 @@ def test_small_ranges_are_written_and_read_back_together(place, tmp_path, monkey
     assert (tmp_path / "copy").read_bytes() == b"".join(b"name" + DATA[at : at + 50] for at in range(100))
 
 
-def test_one_wrong_byte_leaves_all_of_its_window_to_be_compared_later(place, tmp_path, monkeypatch):
+def test_a_window_with_a_wrong_byte_is_not_recorded(place, tmp_path, monkeypatch):
     real = os.preadv
 
     def misread(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -238,7 +238,7 @@ def test_ranges_of_ranges_are_located(place):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 60), (3, 10), (5, 35), (20, 40), (40, 59), (7, 7)])
-def test_sources_one_after_another(start, stop, place):
+def test_joined_sources_are_copied(start, stop, place):
     parts = (WindowBytes(place, 10, 20), WindowBytes(place, 50, 30), WindowBytes(place, 3, 10))
     joined = JoinedBytes(parts)
     assert joined.nbytes == 60
@@ -305,7 +305,7 @@ def test_a_call_that_writes_less_than_it_was_given_is_made_again(tmp_path, monke
     assert (tmp_path / "file").read_bytes() == PATTERN[: EDGE + 5]
 
 
-def test_bytes_go_where_they_are_sought(tmp_path):
+def test_seek_moves_the_position_of_writes(tmp_path):
     with (tmp_path / "file").open("w+b") as file, Copier(file) as copier:
         copier.write(b"....")
         copier.write(PATTERN)
@@ -317,7 +317,7 @@ def test_bytes_go_where_they_are_sought(tmp_path):
     assert (tmp_path / "file").read_bytes() == b".ab." + PATTERN + b"end"
 
 
-def test_the_memory_of_windows_is_used_again_and_bounded(tmp_path):
+def test_buffers_are_reused_and_bounded(tmp_path):
     copying._BUFFERS.clear()
     with (tmp_path / "first").open("w+b") as file, Copier(file) as first:
         pass
@@ -327,7 +327,7 @@ def test_the_memory_of_windows_is_used_again_and_bounded(tmp_path):
     assert len(copying._BUFFERS) == 1 < (copying._BUFFERS.maxlen or 0) <= 4
 
 
-def test_nothing_more_is_written_after_an_error(tmp_path):
+def test_nothing_is_written_after_an_error(tmp_path):
     def fail() -> None:
         with (tmp_path / "file").open("w+b") as file, Copier(file) as copier:
             copier.write(b"abc")
@@ -339,7 +339,7 @@ def test_nothing_more_is_written_after_an_error(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="macOS has none")
-def test_the_disk_begins_before_the_end_and_what_it_refuses_is_not_an_error(place, tmp_path, monkeypatch):
+def test_flushing_starts_early_and_its_refusal_is_ignored(place, tmp_path, monkeypatch):
     asked: list[tuple[int, int]] = []
 
     def refuse(descriptor: int, start: int, count: int, advice: int) -> None:
@@ -355,7 +355,7 @@ def test_the_disk_begins_before_the_end_and_what_it_refuses_is_not_an_error(plac
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_blocks_are_set_aside_for_a_large_file_if_the_system_can(is_refused, place, tmp_path, monkeypatch):
+def test_blocks_are_allocated_ahead_for_a_large_file(is_refused, place, tmp_path, monkeypatch):
     if is_refused:
         monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(fallocate=lambda *_: -1))
     monkeypatch.setattr(copying, "FLUSHED", len(DATA))

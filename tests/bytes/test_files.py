@@ -92,7 +92,7 @@ def buffer(path: Path) -> FileBuffer:
     return FileBuffer(OpenFile(str(path)))
 
 
-def test_it_slices_like_bytes(buffer: FileBuffer) -> None:
+def test_a_buffer_slices_like_bytes(buffer: FileBuffer) -> None:
     ends = (None, 0, 1, 30, NEAR - 1, NEAR, NEAR + 1, 2 * NEAR, len(DATA) - 1, len(DATA), len(DATA) + 9, -1, -30, -NEAR)
     assert len(buffer) == len(DATA)
     for start in ends:
@@ -100,7 +100,7 @@ def test_it_slices_like_bytes(buffer: FileBuffer) -> None:
             assert buffer[start:stop] == DATA[start:stop], (start, stop)
 
 
-def test_what_is_near_is_read_once(buffer: FileBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearby_ranges_are_read_once(buffer: FileBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     read, taken = OpenFile.read, []
 
     def counted(file: OpenFile, start: int, count: int) -> bytes:
@@ -113,7 +113,7 @@ def test_what_is_near_is_read_once(buffer: FileBuffer, monkeypatch: pytest.Monke
     assert taken == [(600, NEAR)]
 
 
-def test_it_finds_what_lies_across_two_blocks(buffer: FileBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_across_block_boundaries(buffer: FileBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptfix.bytes.files.NEAR", 60)
     monkeypatch.setattr("ckptfix.bytes.files.SEARCHED", 100)
     for sub in (bytes((59, 60, 61)), bytes((159, 160, 161)), DATA[90:310], b"\0", b"nowhere"):

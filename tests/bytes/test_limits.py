@@ -18,7 +18,7 @@ from tests.reading.files import opened, read_all
 @pytest.mark.parametrize(
     "key", ["text", 0, -5, 1 << 60, (1, ("a", None)), frozenset({1}), 1.5, b"x", None], ids=lambda key: repr(key)
 )
-def test_an_honest_key_passes(key):
+def test_noop_an_ordinary_key(key):
     assert bounded_key(key, "f") is key
     assert bounded_keys([key], "f") == [key]
 
@@ -49,13 +49,13 @@ def test_keys_of_one_hash_are_refused_in_one_dict():
         bounds.key(1000 * ((1 << 61) - 1), owner)
 
 
-def test_short_arguments_are_shared_for_free():
+def test_short_arguments_are_not_counted():
     bounds = Bounds("f", 10)
     for _ in range(100_000):
         bounds.count_copies("latin1", (1, 2))
 
 
-def test_what_the_calls_are_handed_may_not_grow_past_the_pickle():
+def test_arguments_of_calls_are_bounded_by_the_pickle():
     bounds, large = Bounds("f", 10), "x" * (1 << 19)
     bounds.count_copies(large)
     bounds.count_copies(large)
@@ -80,7 +80,7 @@ def test_what_the_calls_are_handed_may_not_grow_past_the_pickle():
         pytest.param(storage() * 500, id="storages"),
     ],
 )
-def test_what_a_pickle_makes_is_counted(opcodes, tmp_path, monkeypatch):
+def test_objects_of_a_pickle_are_counted(opcodes, tmp_path, monkeypatch):
     path = tmp_path / "many.pth"
     path.write_bytes(torch_zip(around(x=opcodes)))
     monkeypatch.setattr(limits, "MEMORY", 60_000)
@@ -90,7 +90,7 @@ def test_what_a_pickle_makes_is_counted(opcodes, tmp_path, monkeypatch):
         opened(path)
 
 
-def test_marks_are_counted_while_they_wait(tmp_path, monkeypatch):
+def test_open_marks_are_counted(tmp_path, monkeypatch):
     path = tmp_path / "marks.pth"
     monkeypatch.setattr(limits, "MEMORY", 100_000)
     monkeypatch.setattr(limits, "DENSE_SHARES", ())
@@ -101,7 +101,7 @@ def test_marks_are_counted_while_they_wait(tmp_path, monkeypatch):
         opened(path)
 
 
-def test_short_pickles_in_a_pickle_pay_for_what_they_ran(tmp_path):
+def test_noop_many_nested_pickles(tmp_path):
     """``pickle.dump`` of a state_dict: five pickles for each tensor."""
     state_dict = {f"layers.{index}.weight": torch.randn(3) for index in range(300)}
     path = tmp_path / "dumped.pkl"
@@ -109,7 +109,7 @@ def test_short_pickles_in_a_pickle_pay_for_what_they_ran(tmp_path):
     assert_same(read_all(opened(path)), state_dict)
 
 
-def test_the_bytes_of_a_dumped_tensor_may_be_handed_over_twice(tmp_path):
+def test_noop_bytes_of_a_dumped_tensor_in_two_calls(tmp_path):
     """As in protocol 2: Latin-1 text goes to ``_codecs.encode``, the bytes to ``_load_from_bytes``."""
     state_dict = {"weight": torch.full((1 << 20,), 2.0)}
     path = tmp_path / "dumped.pkl"
@@ -117,7 +117,7 @@ def test_the_bytes_of_a_dumped_tensor_may_be_handed_over_twice(tmp_path):
     assert_same(read_all(opened(path)), state_dict)
 
 
-def test_opcodes_that_leave_nothing_behind_come_to_an_end(tmp_path, monkeypatch):
+def test_opcodes_without_a_result_are_bounded(tmp_path, monkeypatch):
     path = tmp_path / "idle.pth"
     path.write_bytes(torch_zip(around(x=b"N" + b"N0" * 100_000), method=zipfile.ZIP_DEFLATED))
     monkeypatch.setattr(limits, "STEPS", 100_000)
@@ -129,7 +129,7 @@ def test_opcodes_that_leave_nothing_behind_come_to_an_end(tmp_path, monkeypatch)
     ("size", "limit"),
     [(0, 64), (1, 64), (4, 64), (8, 128), (16, 256), (60, 600), (200, 1024), (1024, 4096)],
 )
-def test_the_account_of_a_file_in_megabytes(size, limit):
+def test_the_memory_limit_by_file_size(size, limit):
     assert Bounds("f", size << 20).limit == limit << 20
 
 
@@ -147,7 +147,7 @@ def test_a_file_of_any_number_of_small_tensors_is_read(form, tmp_path, monkeypat
     assert len(opened(path).keys()) == len(state_dict)
 
 
-def test_what_a_file_was_packed_from_counts_as_far_as_it_is_not_a_bomb():
+def test_unpacking_raises_the_limit_up_to_a_bound():
     bounds = Bounds("f", 2 << 20)
     bounds.spend(50 << 20)
     bounds.unpack(10 << 20)
@@ -199,5 +199,5 @@ def test_what_lies_in_a_packed_file_spends_from_the_packed_size(tmp_path, monkey
     ],
     ids=["long text", "bytes", "a number", "a huge number", "None", "a list"],
 )
-def test_a_value_is_shown_shortly(value, text):
+def test_values_are_abbreviated(value, text):
     assert shown(value) == text

@@ -35,13 +35,13 @@ def test_a_stream_gives_each_byte_once(place: FileBytes, count: int) -> None:
     assert all(0 < len(block) <= BLOCK for block in blocks)
 
 
-def test_streams_side_by_side_have_buffers_of_their_own(place: FileBytes) -> None:
+def test_parallel_streams_have_separate_buffers(place: FileBytes) -> None:
     for one, other in zip(stream(place, 0, 2 * BLOCK), stream(place, 7, 2 * BLOCK + 7), strict=True):
         assert bytes(one[7:]) == bytes(other[:-7])
         assert bytes(one[:9]) != bytes(other[:9])
 
 
-def test_the_next_stream_has_the_buffer_of_the_last(place: FileBytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_reuses_the_buffer_of_an_earlier_one(place: FileBytes, monkeypatch: pytest.MonkeyPatch) -> None:
     sources._BUFFERS.clear()
     list(stream(place, 0, BLOCK))
     before = list(sources._BUFFERS)
@@ -50,7 +50,7 @@ def test_the_next_stream_has_the_buffer_of_the_last(place: FileBytes, monkeypatc
     assert list(sources._BUFFERS) == before
 
 
-def test_a_stream_that_is_let_go_gives_its_buffer_back(place: FileBytes) -> None:
+def test_an_abandoned_stream_returns_its_buffer(place: FileBytes) -> None:
     sources._BUFFERS.clear()
     begun = stream(place, 0, SIZE)
     next(begun)
@@ -80,7 +80,7 @@ def test_slices_like_bytes(window: Content) -> None:
         assert window[start:stop] == b"inside"[start:stop]
 
 
-def test_finds_only_what_is_inside(window: Content) -> None:
+def test_find_is_limited_to_the_window(window: Content) -> None:
     assert (window.find(b"de"), window.find(b"i"), window.find(b"i", 1)) == (4, 0, 3)
     assert (window.find(b"behind"), window.find(b"e|"), window.find(b"i", 1, 3)) == (-1, -1, -1)
 

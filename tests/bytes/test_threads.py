@@ -18,7 +18,7 @@ from ckptfix.bytes.threads import background, batched, side_by_side, without_thr
         pytest.param([0, 0, 0], [[0, 0, 0]], id="empty ones go with others"),
     ],
 )
-def test_neighbours_go_together_in_their_order(sizes, batches):
+def test_neighbours_are_grouped_in_order(sizes, batches):
     assert list(batched(sizes, lambda size: size, 10)) == batches
 
 
@@ -28,23 +28,23 @@ def slow_when_small(number: int) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize(("count", "processors"), [(0, 2), (1, 2), (9, 1)])
-def test_nothing_is_handed_to_a_thread_that_would_work_alone(monkeypatch, count, processors):
+def test_no_thread_for_one_item_or_one_processor(monkeypatch, count, processors):
     monkeypatch.setattr(module, "processors", lambda: processors)
     assert list(side_by_side(slow_when_small, range(count))) == [(number, True) for number in range(count)]
 
 
-def test_results_come_in_their_order(monkeypatch):
+def test_results_are_in_order(monkeypatch):
     monkeypatch.setattr(module, "processors", lambda: 2)
     assert list(side_by_side(slow_when_small, range(9))) == [(number, False) for number in range(9)]
 
 
-def test_threads_start_no_others(monkeypatch):
+def test_threads_do_not_start_threads(monkeypatch):
     monkeypatch.setattr(module, "processors", lambda: 2)
     for inner in side_by_side(lambda _: [get_ident(), *side_by_side(lambda _: get_ident(), range(3))], range(4)):
         assert len(set(inner)) == 1
 
 
-def test_only_a_few_results_wait(monkeypatch):
+def test_few_results_are_held_at_once(monkeypatch):
     monkeypatch.setattr(module, "processors", lambda: 2)
     begun: list[int] = []
     results = side_by_side(begun.append, range(99))
@@ -53,13 +53,13 @@ def test_only_a_few_results_wait(monkeypatch):
     assert len(list(results)) == 98
 
 
-def test_what_work_raises_is_raised(monkeypatch):
+def test_errors_of_the_work_are_raised(monkeypatch):
     monkeypatch.setattr(module, "processors", lambda: 2)
     with pytest.raises(ZeroDivisionError):
         list(side_by_side(lambda number: 1 // number, [1, 0, 2]))
 
 
-def test_what_a_thread_would_do_is_done_at_once_where_none_is_wanted():
+def test_without_threads_work_is_done_at_once():
     def who(fails: bool) -> int:
         if fails:
             raise OSError("full")

@@ -40,7 +40,7 @@ class Flaky:
         return "done"
 
 
-def test_what_works_is_done_once(pauses: list[float]):
+def test_noop_a_success_is_not_repeated(pauses: list[float]):
     action = Flaky()
     assert persistently(action, "s3://zoo/a", "fetched") == "done"
     assert (action.calls, pauses) == (1, [])
@@ -59,13 +59,13 @@ def test_what_works_is_done_once(pauses: list[float]):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_may_pass_is_tried_again(error: Exception, pauses: list[float]):
+def test_passing_errors_are_tried_again(error: Exception, pauses: list[float]):
     action = Flaky(error, error)
     assert persistently(action, "s3://zoo/a", "fetched") == "done"
     assert (action.calls, len(pauses)) == (3, 2)
 
 
-def test_the_pauses_grow_to_a_limit_and_differ(pauses: list[float]):
+def test_pauses_grow_to_a_limit_with_jitter(pauses: list[float]):
     for _ in range(50):
         persistently(Flaky(*[TimeoutError()] * 3), "s3://zoo/a", "fetched")
     for first, expected in enumerate((1.0, 2.0, 3.0)):
@@ -74,7 +74,7 @@ def test_the_pauses_grow_to_a_limit_and_differ(pauses: list[float]):
         assert len(set(of_one_kind)) > 1
 
 
-def test_it_ends_with_the_last_cause():
+def test_the_last_error_is_reported():
     action = Flaky(*[OSError(errno.EBUSY, "slow down")] * 9)
     with pytest.raises(
         TransferError, match=r"^s3://zoo/a: cannot be fetched: slow down \(4 tries\); run it again later$"
@@ -96,7 +96,7 @@ def test_it_ends_with_the_last_cause():
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_what_stays_is_not_tried_again(error: Exception, kind: type[PlaceError], pauses: list[float]):
+def test_lasting_errors_are_not_tried_again(error: Exception, kind: type[PlaceError], pauses: list[float]):
     action = Flaky(error)
     with pytest.raises(kind) as caught:
         persistently(action, "s3://zoo/a", "fetched")

@@ -149,7 +149,7 @@ def test_json_alone_is_on_stdout(folder):
     assert "torn.pth" in data["reports"][1]["error"]
 
 
-def test_the_users_own_traceback_and_nothing_of_ours(folder):
+def test_the_traceback_has_only_frames_of_the_user(folder):
     done = run_here("check", "good.pth", "wrapped.pth", "--model", "zoo:broken", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert "zoo.py" in done.stderr

@@ -29,7 +29,7 @@ def told(error, capsys, source="a.pth", **settings):
     return console, err
 
 
-def test_nothing_happens_without_an_error(capsys):
+def test_noop_no_error(capsys):
     console = Console()
     with console.exiting_on_error("a.pth"):
         pass
@@ -90,12 +90,12 @@ def test_a_torch_whose_libraries_do_not_load_is_named(tmp_path, capsys):
         pytest.param(TargetError("--model m:f: no module m"), True, id="about the model"),
     ],
 )
-def test_what_concerns_every_file(error, hopeless, capsys):
+def test_errors_that_concern_every_file(error, hopeless, capsys):
     console, _ = told(error, capsys)
     assert console.is_fatal is hopeless
 
 
-def test_a_short_name_is_not_found_in_the_words(capsys):
+def test_a_short_file_name_is_not_found_in_other_words(capsys):
     console, err = told(UsageError("every rule is ignored"), capsys, source="e")
     assert console.is_fatal
     _, err = told(UnreadableError("the file is empty"), capsys, source="e")
@@ -108,12 +108,12 @@ def test_an_error_about_another_file_names_that_file(capsys):
     assert capsys.readouterr().err == "ckptfix: error: like.pth: cut short\n"
 
 
-def test_a_user_sees_the_own_traceback_and_then_one_line(capsys):
+def test_errors_of_the_users_code_have_its_traceback(capsys):
     _, err = told(TargetError("--model m:f raised ValueError", traceback_text="Traceback: mine\n"), capsys)
     assert err == "Traceback: mine\nckptfix: error: --model m:f raised ValueError\n"
 
 
-def test_our_bug_asks_for_a_report(capsys):
+def test_a_bug_asks_for_a_report(capsys):
     console, err = told(KeyError("conv1"), capsys)
     assert err.count("\n") == 1
     assert "a.pth: this is a bug of ckptfix, please report it" in err
@@ -121,7 +121,7 @@ def test_our_bug_asks_for_a_report(capsys):
     assert len(console.failures) == 1
 
 
-def test_our_bug_has_a_traceback_with_verbose(capsys):
+def test_a_bug_has_a_traceback_with_verbose(capsys):
     _, err = told(KeyError("conv1"), capsys, verbose=True)
     assert err.startswith("Traceback (most recent call last)")
 
@@ -149,7 +149,7 @@ def test_a_signal_after_the_file_is_in_place_says_so(capsys, tmp_path):
     assert f"no unfinished file is left, and {tmp_path}/a.pth is complete and in place\n" in capsys.readouterr().err
 
 
-def test_a_closed_pipe_ends_it_without_a_word(capsys, monkeypatch):
+def test_a_closed_pipe_ends_silently(capsys, monkeypatch):
     monkeypatch.setattr("ckptfix.cli.console._close_quietly", lambda stream: None)
     with pytest.raises(click.exceptions.Exit) as end, Console().exiting_on_error("a.pth"):
         raise BrokenPipeError
@@ -157,7 +157,7 @@ def test_a_closed_pipe_ends_it_without_a_word(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-def test_guarding_ends_with_two(capsys):
+def test_an_error_exits_with_code_2(capsys):
     with pytest.raises(click.exceptions.Exit) as end, Console().exiting_on_error("a.pth"):
         raise UnreadableError("a.pth: cut short")
     assert end.value.exit_code == 2
@@ -184,7 +184,7 @@ def test_progress_is_one_row(monkeypatch):
     assert screen.getvalue().endswith(" …")
 
 
-def test_progress_goes_away_before_anything_else(monkeypatch):
+def test_progress_is_cleared_before_other_output(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     console = Console()
@@ -224,7 +224,7 @@ def test_a_file_gets_a_line_every_ten_seconds():
     assert all(text.startswith("writing a.pth: ") and ", 25.0 MB/s, " in text for text in shown)
 
 
-def test_the_first_bytes_of_a_task_foretell_nothing():
+def test_the_first_bytes_give_no_rate():
     now, shown = 0.0, list[str]()
     with watched_by(Meter(shown.append, clock=lambda: now)):
         now = 10.0
@@ -239,7 +239,7 @@ def test_the_first_bytes_of_a_task_foretell_nothing():
     ]
 
 
-def test_a_second_pass_over_the_bytes_is_not_more_than_all():
+def test_a_second_pass_is_not_more_than_100_percent():
     now, shown = 0.0, list[str]()
     task = Task("scanning values", 10**9)
     with watched_by(Meter(shown.append, clock=lambda: now)):
@@ -256,7 +256,7 @@ def test_a_small_task_shows_nothing():
     assert shown == []
 
 
-def test_no_one_has_to_watch():
+def test_noop_without_a_watcher():
     task = Task("writing", 2)
     task.advance(1)
     assert task.done == 1

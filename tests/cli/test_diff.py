@@ -19,7 +19,7 @@ def test_no_difference(folder: Path):
     )
 
 
-def test_quiet_says_nothing_of_no_difference(folder: Path):
+def test_quiet_without_a_difference_prints_nothing(folder: Path):
     assert run_here("diff", "good.pth", "good.pth", "-q", cwd=folder).stdout == ""
 
 
@@ -49,7 +49,7 @@ def test_an_error_names_the_file_that_it_is_about_and_no_other(folder: Path):
         pytest.param(("good.pth",), "Missing argument 'B'", id="one file"),
     ],
 )
-def test_what_cannot_be_done_has_exit_code_2(folder: Path, words: tuple[str, ...], says: str):
+def test_errors_have_exit_code_2(folder: Path, words: tuple[str, ...], says: str):
     done = run_here("diff", *words, cwd=folder)
     assert done.returncode == 2
     assert says in done.stderr

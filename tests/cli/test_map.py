@@ -88,7 +88,7 @@ def test_a_map_between_two_files_or_models(a: str, b: str, zoo: Path):
     assert "--rename-map" in done.stderr
 
 
-def test_a_map_of_a_file_applies_to_another_size(zoo: Path):
+def test_a_map_applies_to_a_model_of_another_size(zoo: Path):
     written = run_here("map", "ours.pth", "theirs.safetensors", "--output-format", "json", cwd=zoo).stdout
     assert_valid(json.loads(written), "map")
     (zoo / "map.json").write_text(written)
@@ -113,7 +113,7 @@ def test_the_function_gives_the_bytes_that_a_repair_gives(zoo: Path):
     assert all(torch.equal(value, repaired[key]) for key, value in pasted.items())
 
 
-def test_the_shipped_maps_are_as_the_schema_says():
+def test_the_shipped_maps_conform_to_the_schema():
     for name in names():
         assert_valid(json.loads(shipped(name).json_text()), "map")
 
@@ -175,7 +175,7 @@ def test_two_models_prove_their_map(zoo: Path):
         (("ours.pth", "ours.pth", "--output-format", "yaml"), "yaml"),
     ],
 )
-def test_what_cannot_be_done_has_exit_code_2(words, says, zoo: Path):
+def test_errors_have_exit_code_2(words, says, zoo: Path):
     done = run_here("map", *words, cwd=zoo)
     assert done.returncode == 2
     assert says in done.stderr

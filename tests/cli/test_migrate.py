@@ -137,7 +137,7 @@ def test_a_draft_under_another_name_says_how_to_use_it(healthy, tmp_path):
     ]
 
 
-def test_what_gives_something_up_is_for_named_files_alone(healthy, tmp_path):
+def test_options_that_lose_data_need_only(healthy, tmp_path):
     done = zoos.migrate_here(healthy, tmp_path / "new", "--salvage")
     assert done.returncode == 2
     assert "--only" in done.stderr
@@ -167,7 +167,7 @@ def test_the_report_is_written_too(healthy, tmp_path):
     assert "prefixed.pth" in (tmp_path / "report.html").read_text()
 
 
-def test_a_model_line_that_names_nothing_is_one_error_and_makes_nothing(healthy, tmp_path):
+def test_an_invalid_model_line_is_one_error_and_writes_nothing(healthy, tmp_path):
     table = tmp_path / "zoo.toml"
     table.write_text('[[files]]\nmatch = "*.pth"\nmodel = "tests.zoo.factories:linera"\n')
     done = zoos.migrate_here(healthy, tmp_path / "new", "--table", table)
@@ -177,7 +177,7 @@ def test_a_model_line_that_names_nothing_is_one_error_and_makes_nothing(healthy,
     assert not (tmp_path / "new").exists()
 
 
-def test_two_sources_of_one_output_need_a_decision_that_the_next_run_sees(tmp_path):
+def test_two_sources_of_one_output_need_a_decision(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     old.mkdir()
     for name in ("a.pth", "a.pt", "b.pth", "b.pt"):

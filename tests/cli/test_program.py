@@ -24,7 +24,7 @@ def test_version(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"ckptfix {__version__}\n", "")
 
 
-def test_what_a_bug_report_needs(tmp_path):
+def test_version_with_verbose_has_what_a_bug_report_needs(tmp_path):
     done = run("--version", "-v", cwd=tmp_path)
     assert done.returncode == 0
     assert [line.partition(":")[0] for line in done.stdout.splitlines()[1:]] == [
@@ -98,7 +98,7 @@ def test_a_closed_pipe_is_quiet(tmp_path):
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
-def test_a_full_disk_of_stdout_is_not_said_to_be_that_of_the_file(tmp_path):
+def test_a_full_disk_of_stdout_is_not_blamed_on_the_file(tmp_path):
     torch.save({"module.w": torch.zeros(1)}, tmp_path / "a.pth")
     with FULL.open("w") as full:
         done = subprocess.run(
@@ -130,7 +130,7 @@ def test_a_full_disk_of_stderr_changes_no_exit_code(words, code, folder):
         pytest.param(["good.pth", "--model", "torch.nn:Identity"], (450_000, 550_000), id="with torch"),
     ],
 )
-def test_too_little_memory_is_not_reported(words, limits, folder):
+def test_too_little_memory_is_not_called_a_bug(words, limits, folder):
     for kilobytes in limits:
         done = subprocess.run(
             ["sh", "-c", f"ulimit -v {kilobytes}; {' '.join(map(str, command('check', *words)))}"],
@@ -167,7 +167,7 @@ main()
         pytest.param(["migrate", ".", "new", "--dry-run", "--jobs", "1"], None, id="migrate"),
     ],
 )
-def test_what_needs_no_torch_works_without_it(words, code, folder):
+def test_work_without_torch(words, code, folder):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *words], cwd=folder, env=environment(), capture_output=True, text=True
     )
@@ -178,7 +178,7 @@ def test_what_needs_no_torch_works_without_it(words, code, folder):
 
 
 @pytest.mark.parametrize("words", [["--model", "zoo:tiny"], ["--dtype", "float16"]], ids=" ".join)
-def test_what_needs_torch_says_so(words, folder):
+def test_a_missing_torch_is_named(words, folder):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, "repair", "good.pth", *words],
         cwd=folder,
@@ -223,7 +223,7 @@ def test_a_signal_ends_it_with_one_line(number, name, tmp_path):
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGINT, "Interrupt"), (signal.SIGTERM, "Terminated"), (signal.SIGHUP, "Hangup")]
 )
-def test_a_signal_that_comes_before_the_command_begins_is_reported_too(number, name, tmp_path):
+def test_a_signal_before_the_command_is_reported(number, name, tmp_path):
     program = (
         "import os\nfrom ckptfix.cli import main, program\n"
         f"program._command = lambda name: (os.kill(os.getpid(), {int(number)}), len(name))\nmain()\n"
@@ -235,7 +235,7 @@ def test_a_signal_that_comes_before_the_command_begins_is_reported_too(number, n
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
-def test_a_signal_ends_the_code_of_the_user_too(tmp_path):
+def test_a_signal_ends_the_users_code(tmp_path):
     # Output of a factory is written to stderr.
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef model():\n    print('ready', flush=True)\n    time.sleep(60)\n"
@@ -246,7 +246,7 @@ def test_a_signal_ends_the_code_of_the_user_too(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_comes_while_an_object_is_cleared_up_is_not_lost(number, tmp_path):
+def test_a_signal_during_a_finaliser_is_not_lost(number, tmp_path):
     held = f"type('Held', (), {{'__del__': lambda self: (os.kill(os.getpid(), {int(number)}), time.sleep(0))}})()"
     done = subprocess.run(checking(held), cwd=tmp_path, env=environment(), capture_output=True, encoding="utf-8")
     assert done.returncode == 128 + number
@@ -256,7 +256,7 @@ def test_a_signal_that_comes_while_an_object_is_cleared_up_is_not_lost(number, t
 
 @pytest.mark.skipif(os.name != "posix", reason="the shell of POSIX")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_closed_stream_swallows_what_is_written_to_it(closed, tmp_path):
+def test_output_to_a_closed_stream_is_dropped(closed, tmp_path):
     torch.save({"module.w": torch.ones(3)}, tmp_path / "a.pth")
     words = " ".join(map(str, command("repair", "a.pth", "-o", "b.pth")))
     done = subprocess.run(["sh", "-c", f"{words} {closed}"], cwd=tmp_path, env=environment(), capture_output=True)
@@ -371,11 +371,11 @@ def chosen(given, configured):
         pytest.param({"salvage": True}, {"fill": "target"}, {"salvage": True}, id="no target to fill it from"),
     ],
 )
-def test_the_command_line_wins(given, configured, expected):
+def test_the_command_line_overrides_the_configuration(given, configured, expected):
     assert chosen(given, configured) == expected
 
 
 @pytest.mark.parametrize("given", [{"compare": "a.pth"}, {"model_args": "{}"}, {"quiet": True, "verbose": True}])
-def test_options_without_meaning(given):
+def test_options_without_effect_are_refused(given):
     with pytest.raises(UsageError):
         chosen(given, {})

@@ -33,7 +33,7 @@ def test_a_clean_file_is_not_copied(folder):
     assert "written: nothing, because there is nothing to repair; -o FILE writes it anyway\n" in done.stdout
 
 
-def test_repair_next_to_the_source(folder):
+def test_repair_beside_the_source(folder):
     before = (folder / "wrapped.pth").read_bytes()
     done = run("repair", "wrapped.pth", cwd=folder)
     assert done.returncode == 0
@@ -76,7 +76,7 @@ FORMS = ("full", "concise", "github", "json", "junit", "sarif")
         *(("the forward test fails", form) for form in ("full", "json")),  # each starts a process with torch
     ],
 )
-def test_what_was_not_written_is_not_called_fixed(reason, form, folder):
+def test_findings_are_not_fixed_if_nothing_is_written(reason, form, folder):
     """A repair that must not write has fixed nothing, even if it had something to do."""
     torch.save({"module.weight": torch.zeros(2, 3)}, folder / "part.pth")
     (folder / "zoo.py").write_text((folder / "zoo.py").read_text() + FAILING)
@@ -163,7 +163,7 @@ def test_json(folder):
     assert (entry["exit_code"], entry["output"], len(entry["edits"])) == (0, "wrapped.fixed.pth", 2)
 
 
-def test_quiet_says_nothing_of_a_success(folder):
+def test_quiet_prints_nothing_after_a_success(folder):
     done = run_here("repair", "wrapped.pth", "-q", cwd=folder)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -208,7 +208,7 @@ def test_a_plan_replaces_an_older_plan(folder):
         pytest.param(["--fill", "target"], id="a fill without a target"),
     ],
 )
-def test_what_has_no_meaning_is_refused_before_anything_is_done(folder, words):
+def test_invalid_options_are_refused_before_any_work(folder, words):
     (folder / "link.pth").symlink_to("good.pth")
     run_here("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -217,14 +217,14 @@ def test_what_has_no_meaning_is_refused_before_anything_is_done(folder, words):
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
-def test_what_a_saved_plan_does_stands_at_the_top(folder):
+def test_the_first_line_names_the_changes_of_a_saved_plan(folder):
     run_here("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
     done = run_here("repair", "wrapped.pth", "--apply", "plan.json", "-o", "new.pth", cwd=folder)
     assert done.stdout.startswith("wrapped.pth: repaired (2 keys renamed) → new.pth; ")
 
 
 @pytest.mark.parametrize("options", [[], ["--apply", "plan.json"]])
-def test_keys_that_change_places_count_each(tmp_path, options):
+def test_exchanged_keys_are_counted_separately(tmp_path, options):
     torch.save({"a.weight": torch.ones(2, 2), "b.weight": torch.randn(2, 2)}, tmp_path / "swap.pth")
     renames = ["--rename", "a.weight=b.weight", "--rename", "b.weight=a.weight"]
     run_here("repair", "swap.pth", *renames, "-n", "--plan", "plan.json", cwd=tmp_path)
@@ -232,14 +232,14 @@ def test_keys_that_change_places_count_each(tmp_path, options):
     assert "repaired (2 keys renamed)" in done.stdout
 
 
-def test_a_result_that_does_not_load_is_never_said_to_need_no_repair(folder):
+def test_a_result_that_does_not_load_needs_repair(folder):
     done = run_here("repair", "wrapped.pth", "--model", "zoo:tiny", "--select", "VAL", cwd=folder)
     assert done.returncode == 1
     assert "written: nothing\n" in done.stdout
     assert "nothing to repair" not in done.stdout
 
 
-def test_the_forward_test_is_left_to_the_torch_that_the_result_is_for(folder):
+def test_no_forward_test_for_another_torch_release(folder):
     (folder / "norm.py").write_text(
         "import torch\n\n\ndef norm():\n    return torch.nn.Sequential(torch.nn.BatchNorm1d(2))\n"
     )

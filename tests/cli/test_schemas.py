@@ -19,12 +19,12 @@ def assert_valid(data, name):
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
-def test_a_schema_is_one(name):
+def test_schemas_are_valid(name):
     Draft202012Validator.check_schema(SCHEMAS[name])
     assert SCHEMAS[name]["$id"] == name
 
 
-def test_what_several_schemas_describe_is_equal_in_all():
+def test_shared_definitions_are_equal_in_all_schemas():
     first: dict[str, object] = {}
     for schema in SCHEMAS.values():
         for name, described in schema.get("$defs", {}).items():
@@ -43,7 +43,7 @@ def test_what_several_schemas_describe_is_equal_in_all():
         pytest.param(["repair", "wrapped.pth", "--dry-run"], id="a dry run"),
     ],
 )
-def test_a_report_is_as_its_schema_says(words, folder):
+def test_a_report_conforms_to_its_schema(words, folder):
     torch.save({"weight": torch.full((2, 3), float("nan")), "bias": torch.zeros(2)}, folder / "nan.pth")
     data = json.loads(run_here(*words, "--output-format", "json", cwd=folder).stdout)
     assert_valid(data, "report")
@@ -59,7 +59,7 @@ def test_a_report_names_the_file_by_its_digest(folder):
     assert report["commands"] == [{"words": ["ckptfix", "repair", "wrapped.pth"], "text": "ckptfix repair wrapped.pth"}]
 
 
-def test_an_inspection_is_as_its_schema_says(folder):
+def test_an_inspection_conforms_to_its_schema(folder):
     tied = torch.zeros(4, 4)
     odd = {"a": tied, "b": tied, "t": torch.zeros(3, 5).T, "s": torch.eye(3).to_sparse(), "n": 3}
     torch.save({"model": odd, "ema": {"a": tied}, "args": argparse.Namespace(lr=1.0)}, folder / "odd.pth")
@@ -70,12 +70,12 @@ def test_an_inspection_is_as_its_schema_says(folder):
         )
 
 
-def test_a_plan_is_as_its_schema_says(folder):
+def test_a_plan_conforms_to_its_schema(folder):
     run_here("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
     assert_valid(json.loads((folder / "plan.json").read_text()), "plan")
 
 
-def test_a_manifest_is_as_its_schema_says(folder):
+def test_a_manifest_conforms_to_its_schema(folder):
     (folder / "old").mkdir()
     for name in ("good.pth", "wrapped.pth", "torn.pth", "zoo.py"):
         (folder / name).rename(folder / "old" / name)

@@ -39,7 +39,7 @@ def screen(difference: ckptfix.Difference, verbose: bool = False) -> str:
     ("name", "options"),
     [("other.pth", {}), ("legacy.pth", {"_use_new_zipfile_serialization": False})],
 )
-def test_the_same_in_another_container_is_not_a_difference(tmp_path: Path, name: str, options: dict[str, Any]):
+def test_noop_another_container(tmp_path: Path, name: str, options: dict[str, Any]):
     content = {"epoch": 3, "nan": float("nan"), "state_dict": model().state_dict()}
     difference = ckptfix.diff(saved(tmp_path, "a.pth", content), saved(tmp_path, name, content, **options))
     assert difference.is_empty
@@ -48,7 +48,7 @@ def test_the_same_in_another_container_is_not_a_difference(tmp_path: Path, name:
     assert screen(difference).endswith("equal bit for bit: 9 tensors\nno difference\n")
 
 
-def test_a_file_and_itself_are_the_same_for_the_whole_corpus(corpus: Path):
+def test_noop_every_file_of_the_corpus_and_itself(corpus: Path):
     for path in sorted(corpus.rglob("*.pth"))[:60]:
         try:
             ckptfix.open_checkpoint(path)
@@ -152,7 +152,9 @@ def nested(value: object, times: int) -> object:
     ids=["list and dict", "dtypes", "a name", "names", "shared", "shared and other", "too deep", "itself"],
 )
 @pytest.mark.parametrize("read_values", [True, False], ids=["values", "names"])
-def test_what_is_next_to_the_weights(a: object, b: object, told: dict[str, Any], read_values: bool, tmp_path: Path):
+def test_the_rest_of_the_container_is_compared(
+    a: object, b: object, told: dict[str, Any], read_values: bool, tmp_path: Path
+):
     paths = [saved(tmp_path, f"{n}.pth", {"model": {"w": torch.ones(1)}, "x": x}) for n, x in enumerate((a, b))]
     assert ckptfix.diff(*paths, values=read_values).extras == told
 
@@ -213,7 +215,7 @@ def test_the_ema_and_the_raw_weights_of_one_file(tmp_path: Path):
     assert [pair.key for pair, _ in difference.values] == ["w"]
 
 
-def test_two_equal_sets_of_weights_in_one_file_are_not_a_difference(tmp_path: Path):
+def test_noop_two_equal_sets_of_weights(tmp_path: Path):
     path = saved(tmp_path, "a.pth", {"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}})
     assert ckptfix.diff(path, path, weights="model", other_weights="ema").is_empty
 
@@ -231,7 +233,7 @@ def test_a_tensor_that_fails_its_checksum_is_named(tmp_path: Path):
     assert ckptfix.diff(a, b, values=False).b.damaged == ()
 
 
-def test_what_a_salvaged_file_has_lost_is_named(tmp_path: Path):
+def test_lost_tensors_of_a_salvaged_file_are_named(tmp_path: Path):
     a = saved(tmp_path, "a.pth", {"w": torch.ones(9), "x": torch.ones(4096)})
     b = tmp_path / "b.pth"
     b.write_bytes(a.read_bytes()[:2000])
@@ -256,12 +258,12 @@ def test_a_cast_without_rounding_is_not_called_equal_bit_for_bit(tmp_path: Path)
         pytest.param(0.0, float("nan"), "  w  its element, 1 NaN or infinite on one side\n", id="NaN on one side"),
     ],
 )
-def test_what_is_said_of_values(tmp_path: Path, a: float, b: float, says: str):
+def test_differences_of_values_are_described(tmp_path: Path, a: float, b: float, says: str):
     paths = [saved(tmp_path, f"{n}.pth", {"w": torch.tensor(value)}) for n, value in enumerate((a, b))]
     assert says in screen(ckptfix.diff(*paths))
 
 
-def test_what_cannot_be_compared_is_not_called_other_values(tmp_path: Path):
+def test_tensors_of_other_layouts_are_not_compared(tmp_path: Path):
     a = saved(tmp_path, "a.pth", {"w": torch.eye(3)})
     b = saved(tmp_path, "b.pth", {"w": torch.eye(3).to_sparse()})
     shown = screen(ckptfix.diff(a, b))
@@ -269,7 +271,7 @@ def test_what_cannot_be_compared_is_not_called_other_values(tmp_path: Path):
     assert "different values" not in shown
 
 
-def test_no_numbers_are_told_of_packed_bits(tmp_path: Path):
+def test_packed_bits_are_compared_without_numbers(tmp_path: Path):
     packed = [torch.tensor([[code, 0]], dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for code in (1, 2)]
     paths = [
         saved(tmp_path, f"{n}.pth", {"w": tensor, "v": other})
@@ -310,7 +312,7 @@ def test_tolerance(tmp_path: Path):
         ckptfix.diff(a, b, atol=float("nan"))
 
 
-def test_names_alone(tmp_path: Path):
+def test_without_values_names_are_compared(tmp_path: Path):
     a = saved(tmp_path, "a.pth", {"w": torch.ones(2)})
     b = saved(tmp_path, "b.pth", {"w": torch.zeros(2)})
     difference = ckptfix.diff(a, b, values=False)
@@ -350,7 +352,7 @@ def renames(a: dict[str, Any], b: dict[str, Any]) -> dict[str, str]:
         pytest.param({"a": ONE}, {"b": ONE.to_sparse()}, id="another layout"),
     ],
 )
-def test_no_rename(a: dict[str, Any], b: dict[str, Any]):
+def test_noop_no_rename(a: dict[str, Any], b: dict[str, Any]):
     assert renames(a, b) == {}
 
 
@@ -365,7 +367,7 @@ def test_equal_tensors_are_paired_by_the_end_of_their_names():
     assert renames(zeros, others) == expected
 
 
-def test_one_side_has_fewer_of_the_same():
+def test_equal_tensors_of_which_one_side_has_fewer():
     assert renames({"x.a": ONE, "y.b": ONE.clone()}, {"b": ONE.clone()}) == {"y.b": "b"}
 
 

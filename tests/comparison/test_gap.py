@@ -97,7 +97,7 @@ def test_the_greatest_difference_of_float64_is_a_number():
     assert math.isfinite(gap(largest, -largest).absolute)
 
 
-def test_nan_on_one_side_is_counted_and_no_arithmetic_is_done_with_it():
+def test_nan_on_one_side_is_counted():
     found = gap(torch.tensor([NAN, 1.0, INF, INF]), torch.tensor([1.0, 1.0, -INF, INF]))
     assert (found.differing, found.nonfinite, found.first, found.absolute) == (2, 2, 0, 0.0)
 
@@ -144,7 +144,7 @@ def test_nan_is_never_close():
         ),
     ],
 )
-def test_what_cannot_be_compared_says_why(a: torch.Tensor, b: torch.Tensor, words: str):
+def test_the_reason_why_tensors_are_not_compared(a: torch.Tensor, b: torch.Tensor, words: str):
     found = gap(a, b)
     assert words in found.unread
     assert bool(words) is not found.is_equal
@@ -155,7 +155,7 @@ def test_sparse_tensors_of_one_pattern_are_compared_by_value():
     assert (found.differing, found.absolute) == (3, 1.0)
 
 
-def test_repeated_elements_count_as_often_as_the_tensor_has_them():
+def test_elements_of_expanded_tensors_are_counted_each():
     a, b = torch.zeros(2, 1).expand(2, 500), torch.tensor([[0.0], [1.0]]).expand(2, 500)
     assert (gap(a, b).differing, gap(a, b).first) == (500, 500)
 

@@ -158,7 +158,7 @@ def _unknown_nets():
 
 
 @pytest.mark.slow
-def test_nets_that_the_table_does_not_have_are_not_named(compared):
+def test_noop_unknown_models(compared):
     count, wrong = 0, []
     with torch.device("meta"):
         for what, net in _unknown_nets():
@@ -202,7 +202,7 @@ def test_a_check_names_the_model_and_the_command_that_continues(folder):
     }
 
 
-def test_what_is_like_nothing_is_reported_as_before(folder):
+def test_noop_a_file_like_no_known_model(folder):
     done = run_here("check", "own.pth", cwd=folder)
     assert (done.returncode, "looks like" in done.stdout) == (0, False)
     (report,) = json.loads(run_here("check", "own.pth", "--output-format", "json", cwd=folder).stdout)["reports"]
@@ -225,7 +225,7 @@ def test_a_repaired_file_is_likened_with_its_new_names(folder):
     assert "looks like: torchvision squeezenet1_1, 10 classes\n" in done.stdout
 
 
-def test_a_likeness_is_a_remark_and_no_finding(folder):
+def test_a_likeness_is_not_a_finding(folder):
     (report,) = json.loads(run_here("check", "squeeze.pth", "--output-format", "json", cwd=folder).stdout)["reports"]
     assert report["likeness"]["target"] == "known:torchvision/squeezenet1_1[num_classes=10]"
     assert {finding["code"] for finding in report["findings"]} == {"KEY102"}

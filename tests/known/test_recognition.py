@@ -50,7 +50,7 @@ CUSTOM = {f"layers.{i}.{name}": (64, 64) for i in range(30) for name in ("q", "k
         pytest.param({f"k{number}": (3,) for number in range(30_000)}, id="more than any model has"),
     ],
 )
-def test_nothing_is_said_of_what_is_like_nothing(own):
+def test_noop_like_no_known_model(own):
     assert recognise(own) is None
 
 
@@ -65,7 +65,7 @@ def test_nothing_is_said_of_what_is_like_nothing(own):
     ],
     ids=["a block is missing", "a layer in a block", "another kernel", "a loose parameter", "more than a head"],
 )
-def test_what_differs_in_its_trunk_is_near_and_says_where(own, missing, added, differing):
+def test_differences_in_the_trunk_are_listed(own, missing, added, differing):
     found = recognise(own)
     assert found is not None
     assert (found.fit, found.is_named) == (Fit.NEAR, False)
@@ -84,7 +84,7 @@ def test_models_next_to_each_other_are_named_one_by_one(before):
     ]
 
 
-def test_a_model_next_to_more_of_what_is_not_known():
+def test_a_known_model_in_a_larger_unknown_one():
     found = recognise(under("perceptual.", TRUNK) | {f"own.{number}.weight": (3, number) for number in range(900)})
     assert found is not None
     assert (found.fit, found.prefix, found.outside, found.others) == (Fit.PART, "perceptual.", 900, ())
@@ -115,7 +115,7 @@ def test_a_sequential_of_the_layers_of_a_model(own, expected):
     assert ("torchvision/resnet50" in found.names, found.fit, found.prefix, known) == (True, *expected)
 
 
-def test_one_layer_that_is_most_of_a_model():
+def test_a_module_that_is_most_of_a_model():
     vgg = shapes("torchvision/vgg16_bn")
     found = recognise({key.removeprefix("features."): vgg[key] for key in vgg if key.startswith("features.")})
     assert found is not None
@@ -128,7 +128,7 @@ def test_layers_of_a_model_in_another_order_are_not_named():
     assert found is None or not found.is_named
 
 
-def test_a_model_without_a_head_may_have_one_next_to_it():
+def test_a_head_beside_a_model_without_one():
     bert = shapes("transformers/BertModel")
     found = recognise(bert | {"classifier.weight": (3, 768), "classifier.bias": (3,)})
     assert found is not None
@@ -136,13 +136,13 @@ def test_a_model_without_a_head_may_have_one_next_to_it():
     assert found.added == ("classifier.weight", "classifier.bias")
 
 
-def test_a_token_more_is_not_a_larger_image():
+def test_one_more_token_is_not_a_larger_image():
     found = recognise(VIT | {"encoder.pos_embedding": (1, 198, 768)})
     assert found is not None
     assert (found.fit, found.differing) == (Fit.NEAR, ("encoder.pos_embedding",))
 
 
-def test_heads_of_two_sizes_are_another_head_at_most():
+def test_two_heads_of_different_sizes():
     inception = shapes("torchvision/inception_v3")
     found = recognise(inception | {"fc.weight": (7, 2048), "fc.bias": (7,)})
     assert found is not None
@@ -152,7 +152,7 @@ def test_heads_of_two_sizes_are_another_head_at_most():
 # ---- recognised
 
 
-def test_originals_are_known():
+def test_files_of_the_original_authors():
     dino = under("teacher.backbone.", shapes("dinov2/dinov2_vits14_reg"))
     found = recognise(dino)
     assert found is not None
@@ -186,7 +186,7 @@ def test_originals_are_known():
     ],
     ids=str,
 )
-def test_a_model_is_known_whatever_is_around_it(own, expected):
+def test_known_models_in_common_variations(own, expected):
     assert facts(own) == expected
 
 
@@ -204,7 +204,7 @@ def test_names_of_old_releases():
     assert (found.fit, found.names[0]) == (Fit.EXACT, "torchvision/densenet121")
 
 
-def test_the_target_is_the_very_structure():
+def test_the_target_has_exactly_the_structure():
     own = R50 | {"fc.weight": (7, 2048), "fc.bias": (7,), "conv1.weight": (64, 1, 7, 7)}
     found = recognise(own)
     assert found is not None
@@ -229,7 +229,7 @@ def test_no_torch_is_needed():
     assert (done.stderr, done.stdout.split()) == ("", [])
 
 
-def test_a_head_with_a_layer_in_its_place_decides_between_models_of_one_trunk():
+def test_a_new_head_decides_between_models_with_one_trunk():
     """A causal model has no keys besides the trunk's, because its head is tied: a new `score` is not its own."""
     own = shapes("transformers/Gemma2ForSequenceClassification")
     del own["score.weight"]

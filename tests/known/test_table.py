@@ -45,7 +45,7 @@ def built(library, name, **arguments):
     ],
     ids=lambda value: value if isinstance(value, str) and "/" in value else "",
 )
-def test_a_known_target_is_that_of_the_library(spec, library, name, arguments):
+def test_a_known_target_equals_the_model_of_the_library(spec, library, name, arguments):
     """Return the keys in order, shapes, dtypes, parameters and buffers, ties, and what is not saved."""
     expected = target_from_module(built(library, name, **arguments))
     found = known_target(spec)
@@ -74,7 +74,7 @@ def test_without_classes_there_is_no_head():
         ("torchvision/vit_b_16[img_size=225]", "do not divide into patches"),
     ],
 )
-def test_a_name_or_a_size_that_is_none(spec, said):
+def test_invalid_names_and_sizes(spec, said):
     with pytest.raises(TargetError, match=said) as caught:
         known_target(spec)
     assert f"known:{spec}" in str(caught.value)
@@ -99,7 +99,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES)
 @given(sizes=st.fixed_dictionaries({letter: st.integers(1, 9999) for letter in "civ"}), patches=st.integers(1, 64))
-def test_sizes_that_were_put_in_are_found_again(shape, sizes, patches):
+def test_sizes_are_recovered_from_shapes(shape, sizes, patches):
     sizes, usual = {**sizes, "s": 16 * patches}, {"c": 1000, "i": 3, "v": 30522, "s": 224}
     own = shape_of(shape, sizes, usual)
     found = solve(shape, ".".join(map(str, own)), usual)
@@ -123,7 +123,7 @@ def test_sizes_that_were_put_in_are_found_again(shape, sizes, patches):
         ("732s3028.12", "0.12"),
     ],
 )
-def test_a_shape_that_no_size_gives(shape, own):
+def test_a_shape_without_a_solution(shape, own):
     assert solve(shape, own, {"s": 224}) is None
 
 

@@ -195,7 +195,7 @@ def test_a_file_of_release_4_inside_of_a_module_of_the_user():
     assert not differing(ours, new)
 
 
-def test_an_expert_that_is_missing_is_not_made_up():
+def test_a_missing_expert_is_not_filled():
     model = tiny()
     old = revert_weight_conversion(model, valued(model))
     del old["model.layers.0.block_sparse_moe.experts.1.w1.weight"]
@@ -307,7 +307,7 @@ def test_traced_elements_are_those_of_the_tensors(moved):
     assert torch.equal(made, wanted)
 
 
-def test_only_the_thread_that_asks_a_library_is_mute(capsys, caplog):
+def test_only_the_calling_thread_is_silenced(capsys, caplog):
     def report() -> None:
         sys.stdout.write("printed\n")
         logging.getLogger("timm").warning("logged")
@@ -321,7 +321,7 @@ def test_only_the_thread_that_asks_a_library_is_mute(capsys, caplog):
     assert caplog.messages == ["logged"]
 
 
-def test_what_is_computed_is_not_traced():
+def test_computed_tensors_are_not_traced():
     tensor = Traced(Elements.of("w", (4, 6)))
     assert not isinstance(tensor * 2, Traced)
     missing = torch.zeros(4, 6, device="meta")

@@ -183,7 +183,7 @@ def test_a_factory_that_leaves_the_process(module):
         target_from_factory(f"{module}:leaves")
 
 
-def test_the_real_model(module):
+def test_build_module_has_the_initial_values_of_the_target(module):
     built = build_module(f"{module}:net", {"width": 4}, seed=1)
     initial = target_from_factory(f"{module}:net", {"width": 4}, seed=1).initial
     assert initial is not None

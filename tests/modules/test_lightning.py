@@ -116,7 +116,7 @@ def values(content, tmp_path, given=()):
     return kept["values"]
 
 
-def test_plain_data_reaches_the_class_and_objects_do_not(tmp_path):
+def test_plain_arguments_are_passed_and_objects_are_not(tmp_path):
     content = {
         "width": 4,
         "rate": np.float64(0.5),
@@ -147,7 +147,7 @@ def test_old_releases_have_other_keys(tmp_path):
     assert values(content, tmp_path) == {"width": 3}
 
 
-def test_arguments_that_are_given_win(module, tmp_path):
+def test_given_arguments_override_saved_ones(module, tmp_path):
     source = saved(module.Net(6), tmp_path / "a.ckpt")
     arguments = with_saved_arguments({"width": 2}, ckptfix.open_checkpoint(source))
     assert build_module("lightning:nets_of_a_user:Net(depth=1)", arguments).state_dict()["net.0.bias"].shape == (2,)
@@ -171,7 +171,7 @@ def test_objects_of_the_file_are_named_and_never_made(module, tmp_path):
         ckptfix.check(source, "lightning:nets_of_a_user:WithLoss")
 
 
-def test_what_the_class_lacks_is_reported(module, tmp_path):
+def test_missing_arguments_of_the_class_are_reported(module, tmp_path):
     with pytest.raises(TargetError, match="missing 1 required positional argument: 'width'"):
         build_module("lightning:nets_of_a_user:Net")
     with pytest.raises(UsageError, match="takes its arguments by name"):

@@ -54,7 +54,7 @@ def test_the_parts_of_a_name(text, name, arguments):
 
 
 @pytest.mark.parametrize("text", ["pkg.mod:build", "timm", "timm:", ":x"])
-def test_what_is_not_a_name(text):
+def test_invalid_names(text):
     assert Name.of(text) is None
 
 
@@ -132,7 +132,7 @@ def test_the_shell_completes_every_scheme():
         ("pkg.mod:build", []),
     ],
 )
-def test_the_files_that_say_what_a_model_is(spec, files):
+def test_configuration_files_of_models(spec, files):
     assert named.configuration_files(spec) == files
 
 
@@ -186,7 +186,7 @@ def test_a_scheme_of_another_package(monkeypatch):
         resolve("mylib:huge", 0)
 
 
-def test_what_a_library_warns_of_is_not_passed_on(monkeypatch, caplog, recwarn):
+def test_warnings_of_a_library_are_suppressed(monkeypatch, caplog, recwarn):
     def noisy(name):
         logging.getLogger("torchao").warning("Failed to load a library")
         warnings.warn("no pretrained weights", stacklevel=1)
@@ -222,7 +222,7 @@ ALIKE = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ALIKE)
-def test_a_model_on_the_meta_device_is_the_real_one(spec):
+def test_a_model_on_the_meta_device_equals_the_real_one(spec):
     meta, real = target_from_factory(spec), target_from_module(build_module(spec))
     assert list(meta.slots.items()) == list(real.slots.items())
     assert (meta.transient, meta.ties, meta.entries) == (real.transient, real.ties, real.entries)

@@ -56,7 +56,7 @@ def test_eval_output_is_that_of_training_batches(data: torch.Tensor):
     torch.testing.assert_close(output.std(0), torch.ones(6), atol=0.02, rtol=0)
 
 
-def test_all_but_the_statistics_stays(data: torch.Tensor):
+def test_only_statistics_change(data: torch.Tensor):
     net = Net().train()
     net.fc.eval()
     before, modes = copy.deepcopy(net.state_dict()), [module.training for module in net.modules()]
@@ -68,7 +68,7 @@ def test_all_but_the_statistics_stays(data: torch.Tensor):
         assert torch.equal(tensor, before[key]) is ("running" not in key and "num_batches" not in key), key
 
 
-def test_named_layers_alone_are_measured(data: torch.Tensor):
+def test_only_named_layers_are_measured(data: torch.Tensor):
     net = Net()
     net.bn1.get_buffer("running_mean").fill_(2.0)
     assert ckptfix.recalibrate(net, loader(data), layers=["bn2"]).layers == ("bn2",)
@@ -99,7 +99,7 @@ def test_batches_come_in_the_forms_of_a_data_loader(make: Any, data: torch.Tenso
         pytest.param(["text"], {}, "type str", id="no batch"),
     ],
 )
-def test_what_cannot_be_measured(batches: list[Any], settings: dict[str, Any], says: str):
+def test_models_and_data_that_cannot_be_measured(batches: list[Any], settings: dict[str, Any], says: str):
     with pytest.raises(ckptfix.UsageError, match=says):
         ckptfix.recalibrate(Net(), batches, **settings)
 
@@ -117,7 +117,7 @@ def test_a_model_without_norms():
 
 
 @pytest.mark.parametrize("error", [ckptfix.TargetError, RuntimeError])
-def test_a_failure_puts_the_old_statistics_back(error: type[Exception], data: torch.Tensor):
+def test_a_failure_restores_the_old_statistics(error: type[Exception], data: torch.Tensor):
     net = Net()
     ckptfix.recalibrate(net, [data])
     before = copy.deepcopy(net.state_dict())

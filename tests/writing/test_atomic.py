@@ -37,7 +37,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_temporary_file_is_gone_at_the_end_however_it_ends(tmp_path):
+def test_a_temporary_file_is_removed_after_any_end(tmp_path):
     like = tmp_path / "like"
     like.touch(0o640)
     like.chmod(0o640)
@@ -53,7 +53,7 @@ def test_a_temporary_file_is_gone_at_the_end_however_it_ends(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["like"]
 
 
-def test_a_signal_while_the_system_makes_the_file_leaves_none(tmp_path, monkeypatch):
+def test_a_signal_during_creation_leaves_no_file(tmp_path, monkeypatch):
     real = os.open
 
     def interrupted(path, flags: int, *mode: int) -> int:
@@ -66,14 +66,14 @@ def test_a_signal_while_the_system_makes_the_file_leaves_none(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_file_like_it_the_permissions_are_those_of_any_new_file(tmp_path):
+def test_permissions_follow_the_umask_without_a_file_like_it(tmp_path):
     plain = tmp_path / "plain"
     plain.touch()
     with temporary_beside(tmp_path / "out.pth", Path("/nowhere")) as temporary:
         assert stat.S_IMODE(temporary.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
 
 
-def test_a_living_owner_keeps_its_file(tmp_path):
+def test_the_file_of_a_running_process_is_kept(tmp_path):
     with temporary_beside(tmp_path / "out.pth") as first, temporary_folder_beside(tmp_path / "out.pth") as folder:
         atomic._searched.clear()
         with temporary_beside(tmp_path / "out.pth") as second:
@@ -86,7 +86,7 @@ def test_a_living_owner_keeps_its_file(tmp_path):
 @pytest.mark.parametrize(
     "name", [".out.pth.0123456789abcdef.tmp", "out.pth.0123456789abcdef.ckptfix-tmp", ".0123456789ab.ckptfix-tmp"]
 )
-def test_a_file_of_another_name_stays(name, tmp_path):
+def test_noop_files_of_other_names_are_kept(name, tmp_path):
     (tmp_path / name).touch()
     with temporary_beside(tmp_path / "out.pth"):
         pass
@@ -122,7 +122,7 @@ def test_the_next_run_removes_what_a_killed_one_left(moment, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../precious", "sub/precious", "{folder}/precious"])
-def test_a_folder_that_someone_made_up_has_nothing_else_removed(name, tmp_path):
+def test_a_forged_folder_does_not_remove_other_files(name, tmp_path):
     below, made = tmp_path / "below", tmp_path / "below" / ".a.0123456789abcdef.ckptfix-tmp"
     (below / "sub").mkdir(parents=True)
     made.mkdir()
@@ -136,7 +136,7 @@ def test_a_folder_that_someone_made_up_has_nothing_else_removed(name, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser makes files for others")
-def test_what_another_user_left_stays(tmp_path):
+def test_files_of_other_users_are_kept(tmp_path):
     left = tmp_path / ".a.0123456789abcdef.ckptfix-tmp"
     left.touch()
     os.chown(left, 1234, 1234)
@@ -145,7 +145,7 @@ def test_what_another_user_left_stays(tmp_path):
     assert names(tmp_path) == [left.name]
 
 
-def test_files_that_are_all_in_place_are_not_removed(tmp_path):
+def test_files_in_place_are_not_removed(tmp_path):
     begun, goals = time.monotonic(), [tmp_path / "a-1", tmp_path / "a.index"]
     with temporary_folder_beside(tmp_path / "a") as folder:
         for goal in goals:
@@ -155,7 +155,7 @@ def test_files_that_are_all_in_place_are_not_removed(tmp_path):
     assert (atomic.placed(begun), atomic.placed(time.monotonic())) == (goals, [])
 
 
-def test_several_files_on_a_disk_that_does_not_confirm_them_are_said_to_be_in_place(tmp_path, monkeypatch):
+def test_files_that_the_disk_does_not_confirm_are_reported_as_in_place(tmp_path, monkeypatch):
     goals, asked = [tmp_path / "a-1", tmp_path / "a.index"], []
     real = atomic.flush_file
 
@@ -185,7 +185,7 @@ def test_a_text_replaces_another_when_it_is_complete(tmp_path):
     assert (tmp_path / "link").is_symlink()
 
 
-def test_a_text_that_is_not_finished_replaces_nothing(tmp_path):
+def test_an_unfinished_text_replaces_nothing(tmp_path):
     goal = tmp_path / "notes.json"
     goal.write_text("old")
 
@@ -222,7 +222,7 @@ def test_a_replaced_file_keeps_its_owner_its_permissions_and_its_attributes(tmp_
 
 
 @pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Linux only")
-def test_an_acl_gives_the_group_of_a_new_file_nothing(tmp_path):
+def test_the_mask_of_an_acl_is_not_given_to_the_group(tmp_path):
     """The mask of an ACL is where the group's permissions are without one."""
     like = tmp_path / "like"
     like.touch()
@@ -238,7 +238,7 @@ def test_an_acl_gives_the_group_of_a_new_file_nothing(tmp_path):
     assert os.getxattr(tmp_path / "new", "system.posix_acl_access") == acl
 
 
-def test_a_new_file_is_the_users_own_whatever_it_is_like(tmp_path):
+def test_a_new_file_belongs_to_the_user(tmp_path):
     like = tmp_path / "like"
     like.touch()
     if os.geteuid() == 0:
@@ -294,7 +294,7 @@ def test_a_file_that_cannot_be_put_in_place_leaves_no_backup(tmp_path, monkeypat
     assert (names(tmp_path), source.read_text()) == (["model.pth"], "old")
 
 
-def test_what_is_not_a_file_is_never_replaced(tmp_path):
+def test_only_regular_files_are_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for goal in (tmp_path / "pipe", Path(os.devnull)):
         for force in (False, True):
@@ -302,7 +302,7 @@ def test_what_is_not_a_file_is_never_replaced(tmp_path):
                 refuse_output(goal, force)
 
 
-def test_a_file_is_replaced_only_on_demand(tmp_path):
+def test_a_file_is_replaced_only_on_request(tmp_path):
     refuse_output(tmp_path / "new.pth")
     (tmp_path / "old.pth").touch()
     refuse_output(tmp_path / "old.pth", force=True)

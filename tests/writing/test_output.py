@@ -27,7 +27,7 @@ from tests.reading.files import opened, saved, write
         ("pth", "0.4", torch_write.write_legacy),
     ],
 )
-def test_the_container_is_one_that_the_release_reads(form, release, writer):
+def test_the_container_depends_on_the_torch_release(form, release, writer):
     assert writer_for(form, release) is writer
 
 
@@ -38,7 +38,7 @@ def test_the_format_is_that_of_the_source_unless_asked(tmp_path):
     assert output_format(opened(write(checkpoint, "safetensors", tmp_path)), None) == "safetensors"
 
 
-def test_the_permissions_of_a_source_that_is_read_only_do_not_keep_us_from_writing(tmp_path, monkeypatch):
+def test_a_read_only_source_does_not_prevent_writing(tmp_path, monkeypatch):
     like = tmp_path / "like"
     like.touch()
     like.chmod(0o440)
@@ -57,7 +57,7 @@ def test_the_permissions_of_a_source_that_is_read_only_do_not_keep_us_from_writi
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_the_disk_is_waited_for_after_the_reading(is_full, tmp_path, monkeypatch):
+def test_flushing_runs_while_the_file_is_read_back(is_full, tmp_path, monkeypatch):
     takes_up, done = threading.Event(), []
 
     def flush(path: Path) -> None:

@@ -69,13 +69,13 @@ def test_pickle_reads_values_of_all_sizes(value):
     assert max(int(op.proto) for op, _, _ in pickletools.genops(dump(value))) <= 2
 
 
-def test_what_hangs_on_an_ordered_dict_is_written():
+def test_attributes_of_an_ordered_dict_are_written():
     value = OrderedDict(a=1)
     value._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]  # as torch does
     assert pickle.loads(dump(value))._metadata == {"": {"version": 1}}
 
 
-def test_sharing_is_kept_and_costs_nothing():
+def test_shared_objects_are_written_once():
     value: Any = []
     for _ in range(200):
         value = (value, value)
@@ -102,7 +102,7 @@ def test_a_tuple_in_its_own_list_is_written():
     ],
     ids=["an object", "a function", "a live object", "a number too long"],
 )
-def test_what_torch_would_refuse_is_refused(value, message):
+def test_objects_that_torch_would_refuse_are_refused(value, message):
     with pytest.raises(WriteError, match=message):
         dump({"x": value})
 

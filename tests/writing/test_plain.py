@@ -40,7 +40,7 @@ def plain(value: Any, folder: pathlib.Path) -> tuple[Any, list[tuple[str, str, s
     [None, 1, 1.5, "a", b"a", [1, (2,)], {"a": 1}, {1: 2}, OrderedDict(a=1), {1, 2}, 1j, bytearray(b"a")],
     ids=lambda value: type(value).__name__,
 )
-def test_what_torch_accepts_stays_as_it_is(value, tmp_path):
+def test_noop_objects_that_torch_accepts(value, tmp_path):
     got, said = plain(value, tmp_path)
     assert (got, type(got), said) == (value, type(value), [])
 
@@ -76,7 +76,7 @@ NAMESPACE = argparse.Namespace(lr=0.1, nested=argparse.Namespace(a=1))
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_known_class_gets_its_natural_form_and_is_listed(value, expected, tmp_path):
+def test_a_known_class_gets_a_plain_form_and_is_listed(value, expected, tmp_path):
     got, said = plain(value, tmp_path)
     assert got == expected
     assert said
@@ -112,14 +112,14 @@ def test_python_2_and_3_name_the_same_classes(module, kind, args, expected, tmp_
     assert crafted(tmp_path, x=name(f"{module}.{kind}") + args + b"R")["x"] == expected
 
 
-def test_a_bare_name_becomes_text_and_says_so(tmp_path):
+def test_a_bare_name_becomes_text_and_is_listed(tmp_path):
     assert plain(..., tmp_path) == (
         "builtins.Ellipsis",
         [("x", "builtins.Ellipsis", "the text 'builtins.Ellipsis'")],
     )
 
 
-def test_an_unknown_class_becomes_what_it_held(tmp_path):
+def test_an_unknown_class_becomes_its_contents(tmp_path):
     state = b")\x81}" + text("a") + b"K\x01sb"
     assert crafted(tmp_path, x=name("m.A") + state)["x"] == {"a": 1}
     assert crafted(tmp_path, x=name("m.A") + text("b") + b"\x85R")["x"] == {"class": "m.A", "args": ("b",)}
@@ -127,7 +127,7 @@ def test_an_unknown_class_becomes_what_it_held(tmp_path):
     assert crafted(tmp_path, x=name("m.A") + b")\x81")["x"] == "m.A"
 
 
-def test_a_layout_stays_one_and_a_storage_becomes_a_tensor(tmp_path):
+def test_layouts_are_kept_and_storages_become_tensors(tmp_path):
     path = saved(
         {"state_dict": {"w": torch.ones(1)}, "x": torch.sparse_csr, "y": torch.arange(3.0).storage()}, tmp_path
     )
@@ -141,22 +141,22 @@ def test_a_key_of_a_known_class_is_listed_too(tmp_path):
     assert plain({np.int64(3): 1}, tmp_path) == ({3: 1}, [("x", "key numpy._core.multiarray.scalar", "int")])
 
 
-def test_a_list_that_holds_itself_stays_one(tmp_path):
+def test_a_list_in_itself_is_kept(tmp_path):
     got = crafted(tmp_path, x=b"]" + put(9) + get(9) + b"a")["x"]
     assert got[0] is got
 
 
-def test_an_object_that_holds_itself_is_cut_where_it_comes_again(tmp_path):
+def test_an_object_in_itself_is_cut(tmp_path):
     got = crafted(tmp_path, x=name("m.A") + b")\x81" + put(9) + b"}" + text("me") + get(9) + b"sb")["x"]
     assert got == {"me": "<m.A>"}
 
 
-def test_two_keys_that_become_one_are_not_silent_loss(tmp_path):
+def test_two_keys_that_become_one_are_reported(tmp_path):
     with pytest.raises(UnreadableError, match="two keys at x"):
         crafted(tmp_path, x=b"}(" + text("pathlib.PosixPath") + b"N" + name("pathlib.PosixPath") + b"Nu")
 
 
-def test_data_that_is_nested_without_end_is_refused(tmp_path):
+def test_endlessly_nested_data_is_refused(tmp_path):
     with pytest.raises(HostileError, match="nested deeper than"):
         crafted(tmp_path, x=b"N" + b"\x85" * 5000)
 
@@ -298,7 +298,7 @@ def test_an_optimizer_becomes_its_state_dict(tmp_path):
     torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0).load_state_dict(got)
 
 
-def test_a_scheduler_keeps_its_figures(tmp_path):
+def test_a_scheduler_keeps_its_numbers(tmp_path):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     got = written(torch.optim.lr_scheduler.StepLR(optimizer, 3), tmp_path)
     assert (got["step_size"], got["optimizer"]["param_groups"][0]["params"]) == (3, [0])
@@ -338,11 +338,11 @@ def config(cls: str, pairs: dict[str, Any], **state: Any) -> Opaque:
         (config("torch.optim.sgd.SGD", {}, param_groups=[5], state={}), {"param_groups": [5], "state": {}}),
     ],
 )
-def test_a_form_without_its_package_and_odd_ones(value, expected):
+def test_plain_forms_of_classes_without_their_package(value, expected):
     assert natural_form(value) == expected
 
 
-def test_a_name_of_python_2_is_said_as_that_of_python_3():
+def test_names_of_python_2_are_shown_as_those_of_python_3():
     assert today(Global("__builtin__", "long")) == "builtins.int"
     assert today(Global("copy_reg", "long")) == "copyreg.long"
 
@@ -362,7 +362,7 @@ def test_a_name_of_python_2_is_said_as_that_of_python_3():
         pytest.param(Opaque(Global("collections", "Counter"), ([["a"]],)), id="a counter of lists"),
     ],
 )
-def test_what_torch_would_not_call_is_written_as_data(value, tmp_path):
+def test_functions_that_torch_does_not_allow_are_written_as_data(value, tmp_path):
     checkpoint = opened(saved({"state_dict": {"w": torch.ones(1)}}, tmp_path))
     checkpoint = replace(checkpoint, root={"state_dict": {}, "x": value})
     loaded = torch.load(write(checkpoint, "zip", tmp_path), weights_only=True)
@@ -391,7 +391,7 @@ def test_weights_in_an_object_made_by_a_call_are_written_once(tmp_path):
     assert (got.pop("model").keys(), got) == ({"weight", "bias"}, {"class": f"{__name__}.Made", "args": (1,)})
 
 
-def test_a_state_that_no_group_has_is_carried_as_it_is(tmp_path):
+def test_state_of_no_group_is_carried_unchanged(tmp_path):
     optimizer = torch.optim.SGD([weight := nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))], momentum=0.9)
     weight.grad = torch.ones(2)
     optimizer.step()

@@ -50,7 +50,7 @@ def ties(state_dict: OrderedDict[str, Any]) -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_a_written_pth_is_what_was_read(form, kind, tmp_path):
+def test_a_written_pth_equals_its_source(form, kind, tmp_path):
     state_dict, checkpoint = source(kind, tmp_path)
     if form == "legacy" and kind in MODERN:
         with pytest.raises(WriteError, match=r"the container for torch before 1\.6 cannot hold"):
@@ -88,7 +88,7 @@ def test_torch_reads_what_is_written(form, options, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_written_safetensors_is_what_was_read(kind, tmp_path):
+def test_a_written_safetensors_equals_its_source(kind, tmp_path):
     state_dict, checkpoint = source(kind, tmp_path)
     if any(
         spec.layout != "strided"
@@ -138,7 +138,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", TORCH_SAVES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_lazy_bytes_are_eager_bytes(layout, kind, tmp_path):
+def test_lazy_tensors_equal_those_of_torch_load(layout, kind, tmp_path):
     state_dict = ordered(KINDS[kind]())
     path = saved(state_dict, tmp_path, **LAYOUTS[layout])
     checkpoint = opened(path)
@@ -184,7 +184,7 @@ CONTAINER = {
 
 
 @pytest.mark.parametrize("form", WRITERS)
-def test_what_surrounds_the_state_dict_comes_along(form, tmp_path):
+def test_the_rest_of_the_container_is_carried(form, tmp_path):
     checkpoint = opened(saved(CONTAINER, tmp_path))
     again = opened(write(checkpoint, form, tmp_path))
     assert again.container == checkpoint.container == ("model", "state_dict")
@@ -202,7 +202,7 @@ def _same_in_json(got: object, want: object) -> None:
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_torch_reads_what_surrounds_the_state_dict(form, tmp_path):
+def test_torch_reads_the_rest_of_the_container(form, tmp_path):
     path = write(opened(saved(CONTAINER, tmp_path)), form, tmp_path)
     same(torch.load(path, weights_only=True), CONTAINER)
 
@@ -221,7 +221,7 @@ def test_a_state_dict_keeps_the_class_of_its_container(form, kind, is_wrapped, k
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_an_object_that_stands_in_two_places_stays_one(form, tmp_path):
+def test_an_object_in_two_places_is_written_once(form, tmp_path):
     shared: list[Any] = [1]
     shared.append({"me": shared})
     pair = (shared, shared)

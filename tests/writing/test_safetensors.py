@@ -31,7 +31,7 @@ LARGE_ONE = torch.arange(LARGE // 4, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("length", range(0, 4200, 271))
-def test_renamed_tensors_in_their_order_keep_their_place_in_a_page(length, tmp_path):
+def test_renamed_tensors_keep_their_page_offset(length, tmp_path):
     state_dict = {"a": torch.ones(3), "b": LARGE_ONE, "c": torch.ones(5), "d": LARGE_ONE + 1}
     save_file(state_dict, tmp_path / "source.safetensors")
     checkpoint = renamed(opened(tmp_path / "source.safetensors"), "x" * length)
@@ -47,7 +47,7 @@ def test_a_header_of_small_tensors_is_not_padded_to_a_page(tmp_path):
     assert path.stat().st_size < 1000
 
 
-def test_what_was_dropped_in_front_does_not_count(tmp_path):
+def test_dropped_tensors_do_not_move_the_alignment(tmp_path):
     save_file({"a": torch.ones(3), "b": LARGE_ONE}, tmp_path / "source.safetensors")
     checkpoint = opened(tmp_path / "source.safetensors")
     entries = {"b": checkpoint.entries["b"]}
@@ -60,7 +60,7 @@ def test_what_was_dropped_in_front_does_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_whole_storage_with_views_of_it_is_proved_while_it_is_copied(damaged, tmp_path):
+def test_a_storage_with_views_is_verified_while_it_is_copied(damaged, tmp_path):
     weight = torch.arange(100_000.0)
     state_dict = {"view": weight[5:], "whole": weight, "other": weight[:7]}
     torch.save(state_dict, tmp_path / "source.pth")
@@ -75,7 +75,7 @@ def test_a_whole_storage_with_views_of_it_is_proved_while_it_is_copied(damaged, 
         same(dict(load_file(write(checkpoint, "safetensors", tmp_path))), state_dict)
 
 
-def test_what_is_converted_is_read_once(tmp_path, monkeypatch):
+def test_a_converted_file_is_read_once(tmp_path, monkeypatch):
     """The proof of the checksum takes the bytes that are at hand for the copy."""
     torch.save({"a": LARGE_ONE}, tmp_path / "source.pth")
     checkpoint = opened(tmp_path / "source.pth")
@@ -91,7 +91,7 @@ def test_what_is_converted_is_read_once(tmp_path, monkeypatch):
     assert sum(read) == LARGE_ONE.nbytes
 
 
-def test_an_entry_with_tensors_in_it_is_never_lost_silently(tmp_path):
+def test_a_lost_entry_with_tensors_is_reported(tmp_path):
     """Whatever rules were selected."""
     torch.save({"weight": torch.ones(3), "packed": (torch.ones(2), None)}, tmp_path / "model.pth")
     with pytest.raises(WriteError, match="cannot hold packed"):
@@ -136,7 +136,7 @@ WEIGHT, WHOLE = torch.randn(3, 2), torch.arange(6.0)
         pytest.param({"a": WHOLE, "b": WHOLE.view(2, 3)}, ["2 tensors that share memory (a, b)"], id="a view"),
     ],
 )
-def test_what_a_plain_reader_does_not_get_is_reported(state_dict, remarks, tmp_path):
+def test_data_that_plain_readers_miss_is_reported(state_dict, remarks, tmp_path):
     for name in ("model.pth", "model.safetensors"):
         said = ckptfix.repair(state_dict, output=tmp_path / name).report.remarks
         assert len(said) == (len(remarks) if name.endswith("safetensors") else 0)
@@ -144,7 +144,7 @@ def test_what_a_plain_reader_does_not_get_is_reported(state_dict, remarks, tmp_p
 
 
 @pytest.mark.parametrize("settings", [{}, {"shard_size": "1GB"}], ids=["one file", "shards"])
-def test_untied_tensors_are_written_each(settings: dict[str, Any], tmp_path):
+def test_untied_tensors_are_written_separately(settings: dict[str, Any], tmp_path):
     state_dict = {"a": WEIGHT, "b": WEIGHT, "c": WHOLE}
     report = ckptfix.repair(state_dict, output=tmp_path / "model.safetensors", untie=True, **settings).report
     (file,) = tmp_path.glob("*.safetensors")
@@ -172,7 +172,7 @@ def test_more_metadata_than_the_header_can_be_read_with_is_refused_before_writin
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_few_bytes_do_not_become_a_large_file(tmp_path):
+def test_an_expanded_tensor_is_refused(tmp_path):
     torch.save({"w": torch.zeros(()).expand(1 << 27)}, tmp_path / "a.pth")
     checkpoint = ckptfix.open_checkpoint(tmp_path / "a.pth")
     assert checkpoint.specs["w"].nbytes == 1 << 29
@@ -181,7 +181,7 @@ def test_few_bytes_do_not_become_a_large_file(tmp_path):
     assert not (tmp_path / "a.safetensors").exists()
 
 
-def test_nor_do_many_views_of_few_bytes(tmp_path):
+def test_many_overlapping_views_are_refused(tmp_path):
     """Each of them is small; a .pth keeps them as they are."""
     base = torch.full((2000,), 0.1)
     torch.save({f"k{at}": base.as_strided((1000, 255), (0, 1), at) for at in range(300)}, tmp_path / "a.pth")

@@ -43,7 +43,7 @@ def state() -> OrderedDict[str, Any]:
         pytest.param(1, [["embed", "head"], ["a"], ["count"], ["b"], ["c"]], id="every-tensor-is-above-the-limit"),
     ],
 )
-def test_parts_in_order_with_ties_together(limit: int, parts: list[list[str]]) -> None:
+def test_shards_keep_the_order_and_ties_together(limit: int, parts: list[list[str]]) -> None:
     made = split(open_state_dict(state()), limit)
     assert [list(part.entries) for part in made] == parts
 
@@ -76,7 +76,7 @@ def test_other_readers_take_the_shards(tmp_path: Path) -> None:
         assert_same(loaded, tensors)
 
 
-def test_shards_become_other_shards(tmp_path: Path) -> None:
+def test_shards_are_written_in_other_sizes(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
@@ -86,7 +86,7 @@ def test_shards_become_other_shards(tmp_path: Path) -> None:
     assert_same(ckptfix.open_checkpoint(second).state_dict(), state())
 
 
-def test_what_lies_around_the_state_dict_is_said_to_be_left_out(tmp_path: Path) -> None:
+def test_the_rest_of_the_container_is_reported_as_left_out(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "state_dict": dict(state())}, tmp_path / "model.pth")
     report = ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "flat.pth", shard_size="90B").report
     assert any("not the rest of the container" in remark for remark in report.remarks)
@@ -94,7 +94,7 @@ def test_what_lies_around_the_state_dict_is_said_to_be_left_out(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "model-00002-of-00003.safetensors"])
-def test_nothing_is_replaced(tmp_path: Path, name: str) -> None:
+def test_existing_files_are_not_replaced(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("kept")
     with pytest.raises(WriteError, match="already exists"):
         ckptfix.repair(state(), output=tmp_path / "model.safetensors", shard_size="90B")
@@ -105,7 +105,7 @@ def test_nothing_is_replaced(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "failing"), [(shard_write, "write_to"), (delivery, "verify"), (shard_write, "_write_index")]
 )
-def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, failing: str) -> None:
+def test_a_failure_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, failing: str) -> None:
     def fail(*_: Any) -> None:
         raise WriteError("the disk is full")
 
@@ -115,7 +115,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_put_in_place_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     placed: list[str] = []
     replace = Path.replace
 
@@ -128,7 +128,7 @@ def test_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert placed == [*ShardNames(tmp_path / "model.safetensors", 3).shards, "model.safetensors.index.json"]
 
 
-def test_an_interrupt_between_two_shards_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_between_two_shards_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path.replace
 
     def replace(self: Path, target: Path) -> Path:
@@ -174,7 +174,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "-5GB", "5XB", "1e3", "5 5GB", "9" * 40])
-def test_what_is_not_a_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not a size"):
         ckptfix.repair(state(), shard_size=text)
 
@@ -201,7 +201,7 @@ def test_a_whole_model_is_written_in_shards(suffix: str, tmp_path: Path) -> None
     assert_same({key: tensor.detach() for key, tensor in written.items()}, dict(module.state_dict()))
 
 
-def test_what_safetensors_has_no_form_for_is_left_out_of_the_index(tmp_path: Path) -> None:
+def test_the_index_lacks_entries_that_safetensors_cannot_hold(tmp_path: Path) -> None:
     weights = {"w": torch.ones(40), "v": torch.zeros(40)}
     torch.save({**weights, "kind": torch.float32}, tmp_path / "model.pth")
     repaired = ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "out.safetensors", shard_size="170B")

@@ -45,7 +45,7 @@ def renamed(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(checkpoint.path, checkpoint.format, entries, root=entries)
 
 
-def test_large_storages_of_a_zip_file_keep_their_place_in_a_page(tmp_path):
+def test_large_storages_of_a_zip_file_keep_their_page_offset(tmp_path):
     checkpoint = renamed(opened(saved(mixed(), tmp_path)))
     path = write(checkpoint, "zip", tmp_path)
     before, after = places(checkpoint), places(opened(path))
@@ -62,7 +62,7 @@ def test_large_storages_of_a_zip_file_keep_their_place_in_a_page(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "legacy"])
-def test_storages_that_do_not_lie_at_an_aligned_place_are_aligned(form, tmp_path):
+def test_unaligned_storages_are_aligned(form, tmp_path):
     source = write(opened(saved(mixed(), tmp_path)), form, tmp_path, "source")
     after = places(opened(write(opened(source), "zip", tmp_path)))
     assert {place.offset % ALIGNMENT for place in after.values()} == {0}
@@ -71,7 +71,7 @@ def test_storages_that_do_not_lie_at_an_aligned_place_are_aligned(form, tmp_path
 @pytest.mark.parametrize("form", ["zip", "safetensors", "legacy"])
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("calculated", [False, True])
-def test_torch_finds_the_storages_by_every_way_that_it_has(calculated, mmap, form, tmp_path):
+def test_torch_finds_the_storages_in_every_way(calculated, mmap, form, tmp_path):
     """torch may work out where its own writer would have placed them, if a file says ``.format_version``."""
     source = write(opened(saved(mixed(), tmp_path)), form, tmp_path, "source")
     path = write(opened(source), "zip", tmp_path)
@@ -88,7 +88,7 @@ def test_torch_finds_the_storages_of_fake_tensors(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["zip", "safetensors", "legacy"])
-def test_what_was_read_back_is_not_read_again(form, tmp_path, monkeypatch):
+def test_ranges_that_were_read_back_are_not_read_again(form, tmp_path, monkeypatch):
     source = write(opened(saved(mixed(), tmp_path)), form, tmp_path, "source")
     expected, goal = opened(source), tmp_path / "goal"
     written = write_to(goal, expected, write_zip, goal)
@@ -106,7 +106,7 @@ def test_what_was_read_back_is_not_read_again(form, tmp_path, monkeypatch):
     assert sum(read) > sum(place.nbytes for place in places(expected).values())
 
 
-def test_what_lies_elsewhere_than_it_was_written_is_read_again(tmp_path):
+def test_tensors_at_other_places_than_written_are_compared(tmp_path):
     """Two tensors of equal size change places: each is in a range that was read back, but in the other's."""
     state_dict = {"a": torch.zeros(LARGE), "b": torch.ones(LARGE)}
     expected, goal = opened(saved(state_dict, tmp_path)), tmp_path / "goal"
@@ -121,7 +121,7 @@ def test_what_lies_elsewhere_than_it_was_written_is_read_again(tmp_path):
         verify(goal, expected, goal, [written])
 
 
-def test_a_file_of_another_name_that_was_written_says_nothing(tmp_path):
+def test_another_file_than_the_written_one_is_compared(tmp_path):
     expected, goal = opened(saved({"a": torch.zeros(LARGE)}, tmp_path)), tmp_path / "goal"
     written = write_to(goal, expected, write_zip, goal)
     other = tmp_path / "other"
@@ -132,7 +132,7 @@ def test_a_file_of_another_name_that_was_written_says_nothing(tmp_path):
         verify(other, expected, goal, [written])
 
 
-def test_a_file_without_a_source_has_no_place_to_keep(tmp_path):
+def test_a_state_dict_in_memory_is_aligned(tmp_path):
     from ckptfix.reading.opening import open_state_dict
 
     path = write(open_state_dict(mixed()), "zip", Path(tmp_path))
@@ -173,7 +173,7 @@ def test_equal_content_gives_equal_files():
     assert archive(MEMBERS) == archive(MEMBERS)
 
 
-def test_a_given_checksum_is_written_without_a_look_at_the_data():
+def test_a_given_checksum_is_not_computed_again():
     with zipfile.ZipFile(io.BytesIO(archive({"a": b"x"}, crc=lambda data: 5))) as read:
         assert read.infolist()[0].CRC == 5
 
@@ -191,7 +191,7 @@ def test_a_member_from_memory_has_its_checksum():
 
 
 @pytest.mark.parametrize("go_on", [ZipWriter.close, lambda writer: writer.write("b", b"")])
-def test_a_member_of_another_size_than_declared_is_our_bug(go_on):
+def test_a_member_of_another_size_than_declared_is_an_error(go_on):
     file = io.BytesIO()
     writer = ZipWriter(file)
     writer.member("a", 5, 0)
@@ -232,7 +232,7 @@ class SparseFile:
 ZEROS = bytes(WINDOW)
 
 
-def test_a_file_past_four_gigabytes_is_read_by_zipfile_torch_and_ourselves(tmp_path):
+def test_a_file_beyond_four_gigabytes_is_readable(tmp_path):
     """Sizes and offsets past 4 GiB move to zip64 records."""
     path, nbytes = tmp_path / "large.pth", (4 << 30) + BLOCK
     # A given checksum is not computed, and the four gigabytes are not read to compare it.
@@ -267,7 +267,7 @@ def test_a_directory_of_65535_members_has_a_zip64_record():
         assert len(read.infolist()) == 0xFFFF
 
 
-def test_integers_that_ask_for_a_gradient_are_written_without(tmp_path):
+def test_integers_are_written_without_requires_grad(tmp_path):
     checkpoint = opened(saved({"n": torch.arange(3), "w": torch.ones(2)}, tmp_path))
     entries = {key: replace(spec, requires_grad=True) for key, spec in checkpoint.specs.items()}
     asking = replace(checkpoint, entries=entries, root=entries)

@@ -17,7 +17,7 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def test_masters_and_moments_are_those_that_deepspeed_converts(tmp_path: Path) -> None:
+def test_masters_and_moments_equal_those_of_deepspeed(tmp_path: Path) -> None:
     theirs, _ = unpacked("universal_zero2", tmp_path / "theirs")
     ckptfix.repair(theirs, output=tmp_path / "ours", format="universal")
     assert (tmp_path / "ours" / "latest_universal").read_text() == "global_step2"
@@ -50,7 +50,7 @@ def test_both_names_of_the_model_states_hold_buffers_and_names_and_no_trained_we
 
 
 @pytest.mark.parametrize("name", ["zero1_w3_bf16_g2", "zero2_w3_fp32_g1", "zero3_w3_bf16_g2", "universal_zero3"])
-def test_it_opens_as_what_it_was_made_of(tmp_path: Path, name: str) -> None:
+def test_it_opens_with_the_weights_of_its_source(tmp_path: Path, name: str) -> None:
     source, _ = unpacked(name, tmp_path)
     ckptfix.repair(source, output=tmp_path / "ours", format="universal")
     before, after = (
@@ -61,7 +61,7 @@ def test_it_opens_as_what_it_was_made_of(tmp_path: Path, name: str) -> None:
     assert all(bytes_of(before[key]) == bytes_of(after[key]) for key in before)
 
 
-def test_without_an_optimizer_by_name_nothing_is_written(tmp_path: Path) -> None:
+def test_an_optimizer_without_names_is_refused(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {}}, "param_groups": []}}, tmp_path / "a.pth")
     with pytest.raises(WriteError, match="needs one optimizer with its state keyed by parameter name"):
         ckptfix.repair(tmp_path / "a.pth", output=tmp_path / "out", format="universal")
@@ -108,13 +108,15 @@ def test_flat_keys_become_groups_of_parameters_with_the_same_options(tmp_path: P
         ("a/w", torch.float32, "cannot be folder names"),
     ],
 )
-def test_what_has_no_place_there_is_refused(tmp_path: Path, name: str, dtype: torch.dtype, message: str) -> None:
+def test_data_without_a_place_in_the_format_is_refused(
+    tmp_path: Path, name: str, dtype: torch.dtype, message: str
+) -> None:
     with pytest.raises(WriteError, match=message):
         ckptfix.repair(by_name(tmp_path, name, dtype), output=tmp_path / "out", format="universal")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pth"]
 
 
-def test_a_folder_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(UsageError, match="is a folder"):
         ckptfix.repair(by_name(tmp_path, "w", torch.float32), output=tmp_path / "out", format="universal", force=True)
