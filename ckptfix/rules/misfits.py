@@ -67,6 +67,11 @@ _NO_PLACES = re.compile(
     r"quer(?:y|ies)_|(?:^|[._])(?:rel(?:ative)?_pos(?:ition)?(?!\w*table|_[hwt]$)|[xyhw]_pos|relative_att)|\.pe_[kv]\.",
     re.IGNORECASE,
 )
+# Tables that no library resizes, and what their rows are: in Mllama, and in Wav2Vec2-BERT and BERT with relative keys.
+_UNRESIZED = {
+    re.compile(r"(?:^|[._])tile_(?:\w+_)?embedding\."): "positions of the tiles of an image",
+    re.compile(r"(?:^|\.)distance_embedding\.weight$"): "rows for distances between positions",
+}
 _NO_HEADS = re.compile(
     r"token_type|segment|relative|bucket|distance|quer|(?<!class_)(?<!box_)emb|quant|codebook|expert|router|gate|att|"
     r"merger|latent|(?:^|[._])(?:bn|\w*norm)|project(?:ion|or)|pooler|sampl|memory|conv_out|points_scale",
@@ -129,19 +134,25 @@ class Misfits(Struct, frozen=True):
     def cases(self) -> list[Case]:
         """Return the cases. Given grids count if the target does not know its own."""
         found: dict[str, Pairs] = {}
+        unresized: dict[str, Pairs] = {}
         for key, (old, new) in self.shapes.items():
             named = next((asked.name for asked in self.given if asked.keys != "*" and fnmatchcase(key, asked.keys)), "")
-            if name := _kind(key, old, new, self.target, named):
+            what = next((words for pattern, words in _UNRESIZED.items() if pattern.search(key)), "")
+            if what and not named:
+                unresized.setdefault(what, {})[key] = (old, new)
+            elif name := _kind(key, old, new, self.target, named):
                 found.setdefault(name, {})[key] = (old, new)
         if turned := self._of_other_sides():
             found.setdefault(POS_EMBED, {}).update(turned)
-        rest = {key: pair for key, pair in self.shapes.items() if not any(key in group for group in found.values())}
+        known = {key for group in (*found.values(), *unresized.values()) for key in group}
+        rest = {key: pair for key, pair in self.shapes.items() if key not in known}
         words, longer = self._vocabulary(rest)
         if words:
             found[VOCAB] = words
         if heads := self._heads({key: pair for key, pair in rest.items() if key not in words}):
             found[HEAD] = heads
-        made: list[Case] = []
+        why = "no library has a function to resize them"
+        made = [Case(POS_EMBED, group, (), f"{what}; {why}") for what, group in unresized.items()]
         for name, group in found.items():
             is_of_grids = name in (POS_EMBED, WINDOW_BIAS)
             made += self._tables(name, group) if is_of_grids else _plain_cases(name, group, longer)

@@ -68,6 +68,39 @@ def test_positions_over_time_are_not_those_of_an_image():
     assert "one per patch and frame" in finding.message
 
 
+def mllama(tiles: int) -> Any:
+    from transformers.models.mllama.configuration_mllama import MllamaVisionConfig
+    from transformers.models.mllama.modeling_mllama import MllamaVisionModel
+
+    ratios = [[1, number] for number in range(1, tiles + 1)]
+    sizes = {"hidden_size": 32, "attention_heads": 4, "num_hidden_layers": 2, "num_global_layers": 1}
+    return MllamaVisionModel(
+        MllamaVisionConfig(
+            **sizes, image_size=28, max_num_tiles=tiles, supported_aspect_ratios=ratios, intermediate_layers_indices=[0]
+        )
+    )
+
+
+def wav2vec2_bert(left: int) -> Any:
+    own = {"feature_projection_input_dim": 16, "left_max_position_embeddings": left}
+    return transformers_model("Wav2Vec2Bert", **NARROW, **own)
+
+
+@pytest.mark.parametrize(
+    ("make", "number", "words"), [(mllama, 3, "positions of the tiles"), (wav2vec2_bert, 1, "distances between")]
+)
+def test_tables_that_no_library_resizes(make, number, words):
+    (finding,) = propose(shape_mismatch, make(4).state_dict(), make(2))
+    assert len(finding.keys) == number
+    assert words in finding.message
+    assert "no library has a function to resize them" in finding.message
+    with pytest.raises(UsageError, match=words):
+        propose(shape_mismatch, make(4).state_dict(), make(2), adapt=("pos_embed=linear",))
+    if make is wav2vec2_bert:
+        (finding,) = propose(shape_mismatch, make(4).state_dict(), make(2), adapt=("pos_embed@*distance*=cut",))
+        assert "adapted to the target's shape by pos_embed=cut" in finding.message
+
+
 @pytest.mark.parametrize("key", ["temporal_embed.pos_embed", "image_pos_embed.row_embeddings.weight", "time.pos_embed"])
 def test_positions_of_one_axis_are_not_those_of_a_grid(key):
     file, like = ({key: torch.randn(1, number, 8)} for number in (16, 36))
