@@ -124,7 +124,11 @@ def adaptation(text: str) -> Adaptation:
         recipe, grids = right, []
     else:
         recipe, *grids = right.split(":")
-    if recipe not in known or len(grids) > 2:
+    if len(grids) > 2:
+        raise UsageError(
+            Opt("adapt", text), f": {len(grids)} grids; write those of the file and the model: 14x14:24x24"
+        )
+    if recipe not in known:
         close = nearest(recipe, known)
         hint = f"did you mean {close}? " if close else ""
         raise UsageError(Opt("adapt", text), f": {name} has no recipe {recipe!r:.40}; {hint}give {' or '.join(known)}")

@@ -121,7 +121,7 @@ def test_what_is_refused(file, model, recipe, said):
         ("pos_embed=tim", "did you mean timm"),
         ("pos_embed=timm:14", "is not a grid|^$"),
         ("pos_embed=timm:0x3", "'0x3' is not a grid"),
-        ("pos_embed=timm:1x1:2x2:3x3", "has no recipe"),
+        ("pos_embed=timm:1x1:2x2:3x3", "3 grids; write those of the file and the model"),
         ("vocab=pad", "give cut or pad:mean"),
         ("depth=3-1", "is not a layer"),
         ("depth=a", "is not a layer"),
