@@ -83,7 +83,7 @@ def test_every_room_has_a_layer():
     assert {room(module) for module in names()} - {"__init__", "__main__"} == LEVEL.keys()
 
 
-def test_few_modules_lie_loose_at_the_top():
+def test_few_modules_are_outside_of_rooms():
     assert len([module for module in names() if "/" not in module]) <= LOOSE
 
 
@@ -98,7 +98,7 @@ def test_imports_run_one_way():
     assert wrong == set()
 
 
-def test_no_module_imports_itself_in_a_circle():
+def test_no_circular_imports():
     graph: dict[str, set[str]] = {}
     for module, name in own_imports():
         if name != "__init__":  # the API is for users; its imports are for typing

@@ -172,7 +172,7 @@ HOOK = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-
     "diffusion_pytorch_model.bin mypytorch_model.bin model-00001-of-00002.bin "
     "consolidated.00.pth model.safetensors.index.json apth a.pth.txt a.pth/readme.md notes.md a.npz a.pth.gz".split(),
 )
-def test_the_hook_takes_the_names_that_claim_to_be_checkpoints(name):
+def test_the_hook_takes_names_of_checkpoints(name):
     assert bool(re.search(HOOK["files"], name)) is (by_name(name) is Looks.CHECKPOINT)
 
 
@@ -215,7 +215,7 @@ def test_pre_commit_stops_a_commit_of_a_defect(tmp_path, bin_path):
     assert outcomes == {"head_missing.pth": (0, False, ""), "nan_running_var.pth": (1, True, "")}
 
 
-def test_the_image_runs_without_root_and_has_what_it_copies():
+def test_the_image_runs_without_root_and_copies_existing_files():
     stages = (ROOT / "Dockerfile").read_text(encoding="utf-8").split("\nFROM ")
     assert re.search(r"^USER (?!root|0)\w+\n(.*\n)*ENTRYPOINT \[\"ckptfix\"\]", stages[-1], re.MULTILINE)
     assert "slim" in stages[-1].splitlines()[0]
@@ -235,7 +235,7 @@ ON_CONDA = {"torch": "pytorch", "isal": "python-isal"}
 """The names of packages that have another one on conda-forge."""
 
 
-def test_the_recipe_says_what_the_project_says():
+def test_the_recipe_agrees_with_the_project():
     recipe = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text(encoding="utf-8"))
     assert recipe["context"]["version"] == PROJECT["version"] == ckptfix.__version__
     assert recipe["about"]["license"] == PROJECT["license"]

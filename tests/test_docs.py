@@ -42,12 +42,12 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_an_item_of_a_list_begins_its_line():
+def test_list_items_begin_their_line():
     texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES} | {rule.code: rule.manual for rule in RULES}
     assert [name for name, text in texts.items() if re.search(r"[.;:,] - [\w`]", text)] == []
 
 
-def test_links_lead_somewhere():
+def test_links_are_valid():
     for page in PAGES:
         for link in LINK.findall(page.read_text(encoding="utf-8")):
             if not link.startswith(("http:", "https:")):
@@ -55,7 +55,7 @@ def test_links_lead_somewhere():
                 assert target.exists() or target.relative_to(ROOT).as_posix() in GENERATED, (page.name, link)
 
 
-def test_files_of_the_project_are_there():
+def test_named_files_of_the_project_exist():
     """A file is named below the project or the package: `reading/sniffing.py`. `my_defect` is yet to be written."""
     rooms = "|".join(path.name for path in (ROOT / "ckptfix").iterdir() if path.is_dir())
     for page in PAGES:
@@ -65,7 +65,7 @@ def test_files_of_the_project_are_there():
         assert [name for name in absent if "my_defect" not in name] == [], page.name
 
 
-def test_a_command_is_one_that_the_program_takes():
+def test_commands_are_valid():
     for command in set(commands()):
         parse(command)
 
@@ -75,7 +75,7 @@ ON_SAMPLES = sorted({line for line in commands() if "sample_checkpoints/" in lin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ON_SAMPLES)
-def test_a_command_on_a_sample_runs(command: str, tmp_path: Path):
+def test_commands_on_samples_run(command: str, tmp_path: Path):
     shutil.copytree(ROOT / "sample_checkpoints", tmp_path / "sample_checkpoints")
     done = run_here(*shlex.split(command)[1:], cwd=tmp_path)
     assert done.returncode in (0, 1), done.stderr

@@ -25,7 +25,7 @@ def raised(tree: ast.AST) -> Iterator[ast.Constant]:
             yield from (part for part in ast.walk(node) if isinstance(part, ast.Constant))
 
 
-def test_no_error_of_the_library_speaks_in_flags():
+def test_no_error_of_the_library_names_flags():
     """An option in a message is an ``Opt``, so that Python's users read arguments and not flags."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -48,7 +48,7 @@ def test_no_error_of_the_library_speaks_in_flags():
         ({"model": "nowhere.at:all"}, "model='nowhere.at:all': ", "--model nowhere.at:all: "),
     ],
 )
-def test_the_library_speaks_of_arguments_and_the_command_line_of_flags(settings, library, flags, tmp_path):
+def test_the_library_names_arguments_and_the_command_line_flags(settings, library, flags, tmp_path):
     torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "a.pth")
     with pytest.raises(ckptfix.CkptfixError) as caught:
         ckptfix.repair(tmp_path / "a.pth", **settings)
@@ -57,13 +57,13 @@ def test_the_library_speaks_of_arguments_and_the_command_line_of_flags(settings,
     assert "--" not in str(caught.value)
 
 
-def test_an_error_goes_to_another_process():
+def test_errors_can_be_pickled():
     error = pickle.loads(pickle.dumps(TargetError(Opt("model", "m:f"), " raised", traceback_text="Traceback")))
     assert (str(error), error.traceback_text) == ("model='m:f' raised", "Traceback")
     assert pickle.loads(pickle.dumps(UsageError("a"))).args == ("a",)
 
 
-def test_the_pieces_of_a_message_go_into_another():
+def test_messages_can_be_combined():
     error = UsageError("a.pth: torn; add ", Opt("salvage", True))
     assert str(UsageError("b.zip: it is ", *error.without("a.pth: "))) == "b.zip: it is torn; add salvage=True"
     assert error.options == (Opt("salvage", True),)

@@ -69,14 +69,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_version_needs_no_command(tmp_path: Path):
+def test_the_version_imports_no_command(tmp_path: Path):
     modules = imported("--version", cwd=tmp_path)
     assert within(modules, ["ckptfix"]) == STARTING
     assert within(modules, SLOW) == []
 
 
 @pytest.mark.parametrize("words", [["--help"], ["check", "--help"]], ids=" ".join)
-def test_help_needs_the_commands_alone(words: list[str], tmp_path: Path):
+def test_help_imports_only_the_commands(words: list[str], tmp_path: Path):
     modules = imported(*words, cwd=tmp_path)
     assert within(modules, SLOW) == []
     assert (
@@ -86,7 +86,7 @@ def test_help_needs_the_commands_alone(words: list[str], tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pth"])
 @pytest.mark.parametrize("words", [["check", "--no-values"], ["inspect"]], ids=" ".join)
-def test_a_look_at_names_needs_the_reader_of_one_format(words: list[str], name: str, folder: Path):
+def test_a_check_of_names_imports_one_reader(words: list[str], name: str, folder: Path):
     modules = imported(*words, name, cwd=folder)
     of_archives = ["shutil", "zipfile"] if name.endswith("safetensors") else []
     assert within(modules, [*SLOW, "locale", *of_archives]) == []
@@ -97,13 +97,13 @@ def test_a_look_at_names_needs_the_reader_of_one_format(words: list[str], name: 
 
 @pytest.mark.skipif(kernel() is None, reason="without the compiled kernel, numpy looks at the numbers")
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pth"])
-def test_the_values_of_ordinary_weights_need_no_numpy(name: str, folder: Path):
+def test_ordinary_values_are_checked_without_numpy(name: str, folder: Path):
     modules = imported("check", name, cwd=folder)
     assert "ckptfix.values.scan" in modules
     assert within(modules, ["numpy", "statistics", "torch"]) == []
 
 
-def test_an_optimizer_that_is_in_step_needs_no_matching_of_names(tmp_path: Path):
+def test_no_matching_of_names_for_an_optimizer_that_fits(tmp_path: Path):
     model = torch.nn.DataParallel(torch.nn.Linear(2, 2))
     optimizer = torch.optim.Adam(model.parameters())
     model.module(torch.ones(1, 2)).sum().backward()
@@ -114,7 +114,7 @@ def test_an_optimizer_that_is_in_step_needs_no_matching_of_names(tmp_path: Path)
     assert within(modules, [*SLOW, "hashlib", "ckptfix.maps.inference", "ckptfix.maps.folding"]) == []
 
 
-def test_a_rule_that_cannot_say_anything_is_not_imported(folder: Path):
+def test_rules_that_do_not_apply_are_not_imported(folder: Path):
     modules = imported("check", "--no-values", "a.safetensors", cwd=folder)
     assert "ckptfix.rules.key102_wrapper_prefix" in modules
     assert not modules & {
@@ -123,7 +123,7 @@ def test_a_rule_that_cannot_say_anything_is_not_imported(folder: Path):
     }
 
 
-def test_an_option_that_needs_a_check_still_gets_one(folder: Path):
+def test_option_values_are_validated(folder: Path):
     """A number is a number, and a choice is one of the few."""
     for words in (["--seed", "many"], ["--output-format", "prose"]):
         done = subprocess.run(

@@ -79,7 +79,7 @@ def assert_linear(work: Callable[[int], Callable[[], Any]]) -> None:
     assert many - more <= SLACK * 2 * (more - few)
 
 
-def test_a_loop_in_a_loop_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+def test_a_nested_loop_would_be_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(f"{__name__}.PACKAGE", str(Path(__file__).parent))
 
     def work(layers: int) -> Callable[[], Any]:

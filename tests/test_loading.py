@@ -57,7 +57,7 @@ class Stubborn(nn.Linear):
     [KeyError("0.weight"), RuntimeError("no\nroom\nhere"), ValueError("odd"), AttributeError("x"), AssertionError()],
     ids=lambda error: type(error).__name__,
 )
-def test_what_the_load_raises_is_an_error_of_one_line(error: Exception) -> None:
+def test_errors_of_the_load_are_one_line(error: Exception) -> None:
     with pytest.raises(ckptfix.TargetError, match=r"^state_dict: torch fails to load it into Stubborn \(") as caught:
         ckptfix.load(Stubborn(error), nn.Linear(2, 2).state_dict())
     assert type(error).__name__ in str(caught.value)
@@ -65,7 +65,7 @@ def test_what_the_load_raises_is_an_error_of_one_line(error: Exception) -> None:
     assert caught.value.__cause__ is error
 
 
-def test_a_load_goes_by_way_of_the_device() -> None:
+def test_a_load_uses_the_map_location() -> None:
     model, source = nn.Linear(2, 2), nn.Linear(2, 2)
     load_strictly(model, open_state_dict(source.state_dict()), torch.device("cpu"))
     assert torch.equal(model.weight, source.weight)
@@ -190,7 +190,7 @@ def test_a_model_on_the_meta_device_gets_its_tensors_assigned(file: Path) -> Non
     )
 
 
-def test_an_assigned_model_trains_like_the_one_it_was(file: Path) -> None:
+def test_an_assigned_model_trains_like_the_original(file: Path) -> None:
     copied, assigned = Net(), Net()
     ckptfix.load(copied, file)
     ckptfix.load(assigned, file, assign=True)
@@ -218,7 +218,7 @@ def test_assigned_tensors_of_a_state_dict_are_its_own() -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"values": False}], ids=["values read", "values not read"])
-def test_nothing_of_a_damaged_file_gets_into_the_model(settings: Any, assign: bool, tmp_path: Path) -> None:
+def test_a_damaged_file_leaves_the_model_unchanged(settings: Any, assign: bool, tmp_path: Path) -> None:
     path, source = tmp_path / "net.pth", Net()
     torch.save(source.state_dict(), path)
     data = bytearray(path.read_bytes())
@@ -250,7 +250,7 @@ def numbered(**changed: Any) -> dict[str, Any]:
     return {name: torch.full((2,), float(index)) for index, name in enumerate(names)} | changed
 
 
-def test_a_state_dict_without_ties_in_the_dtypes_of_the_model_is_left_unchanged():
+def test_noop_no_ties_and_the_dtypes_of_the_model():
     state_dict = numbered()
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in state_dict})
     before = dict(state_dict)
@@ -258,7 +258,7 @@ def test_a_state_dict_without_ties_in_the_dtypes_of_the_model_is_left_unchanged(
     assert all(state_dict[key] is before[key] for key in before)
 
 
-def test_what_is_one_tensor_in_the_model_becomes_one_with_the_last_value_as_a_copy_would_leave_it():
+def test_tied_keys_become_one_tensor_with_the_last_value():
     assigned, copied, state_dict = Twice(), Twice(), numbered()
     copied.load_state_dict(state_dict)
     assert _prepare(assigned, state_dict, "f") == ()
@@ -270,7 +270,7 @@ def test_what_is_one_tensor_in_the_model_becomes_one_with_the_last_value_as_a_co
         assert torch.equal(assigned.state_dict()[key], value), key
 
 
-def test_a_tie_of_which_the_state_dict_has_one_end_is_left_unchanged():
+def test_noop_one_end_of_a_tie():
     state_dict = numbered()
     del state_dict["b"], state_dict["c"]
     before = state_dict["a"]
@@ -285,19 +285,19 @@ def test_a_tie_of_which_the_state_dict_has_one_end_is_left_unchanged():
         (torch.float64, "assign=True gave the model the dtypes of the file: float64 for float32"),
     ],
 )
-def test_another_width_is_remarked_and_not_converted(dtype, said):
+def test_another_precision_is_noted_and_not_converted(dtype, said):
     state_dict = numbered(own=torch.ones(2, dtype=dtype))
     assert _prepare(Twice(), state_dict, "f") == (said,)
     assert state_dict["own"].dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
-def test_another_kind_of_numbers_is_refused(dtype):
+def test_another_kind_of_dtype_is_refused(dtype):
     with pytest.raises(TargetError, match=rf"^f: own is {str(dtype)[6:]}, but float32 in the model, and"):
         _prepare(Twice(), numbered(own=torch.ones(2, dtype=dtype)), "f")
 
 
-def test_what_the_meta_device_left_empty_is_named():
+def test_tensors_left_on_the_meta_device_are_named():
     assert _left_empty(Twice()) == ()
     model = nn.Linear(2, 2)
     for name in ("a", "b", "c", "d", "e"):

@@ -35,6 +35,6 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert (tmp_path / "demo" / "new.pth").is_file()
 
 
-def test_the_notebook_names_no_place_of_the_machine_it_was_made_on():
+def test_the_notebook_contains_no_local_paths():
     text = json.dumps(json.loads(NOTEBOOK.read_text(encoding="utf-8")))
     assert not any(place in text for place in ("/tmp", "/home", "/work", "Error\\n", "Traceback"))

@@ -152,7 +152,7 @@ def test_a_file_that_is_not_there(tmp_path):
         ckptfix.check(tmp_path / "nowhere.pth")
 
 
-def test_an_error_in_a_factory_is_the_users(file, factories):
+def test_errors_in_a_factory_have_the_users_traceback(file, factories):
     with pytest.raises(ckptfix.TargetError, match="raised ValueError: no weights for you") as caught:
         ckptfix.check(file, f"{factories}:broken")
     text = caught.value.traceback_text
@@ -169,7 +169,7 @@ def test_codes_may_be_one_text_or_a_list(file):
 # What is repaired
 
 
-def test_check_says_what_would_be_done_and_writes_nothing(file):
+def test_check_reports_fixes_and_writes_nothing(file):
     report = ckptfix.check(file, net())
     assert (report.exit_code, report.edits, report.fixed, report.output) == (1, (), (), None)
     (finding,) = [finding for finding in report.findings if finding.code == "KEY102"]
@@ -217,7 +217,7 @@ def test_a_note_never_changes_the_exit_code(samples):
 
 
 @pytest.mark.parametrize("allow_untrained", [False, True])
-def test_a_model_that_is_mostly_untrained_is_written_only_when_that_is_asked_for(tmp_path, allow_untrained):
+def test_a_mostly_untrained_model_is_written_only_on_request(tmp_path, allow_untrained):
     part = {key: value for key, value in PART.items() if not key.startswith("0.")}
     settings = {"fill": "target", "allow_untrained": allow_untrained}
     report = ckptfix.repair(part, net(), output=tmp_path / "out.pth", **settings).report
@@ -237,7 +237,7 @@ def test_a_donor_under_any_prefix(tmp_path, prefix):
     assert (repair.report.is_open, repair.report.exit_code) == (False, 0)  # the donor's values are trained
 
 
-def test_findings_that_the_user_accepts_leave_nothing_open(tmp_path):
+def test_accepted_findings_do_not_remain(tmp_path):
     state = prefixed(net().state_dict(), "module.")
     state["module.2.weight"][0] = float("nan")
     torch.save(state, tmp_path / "f.pth")
@@ -306,7 +306,7 @@ def test_repair_state_dict_copies_nothing_and_leaves_its_argument():
     assert (list(before), dict(vars(before)["_metadata"])) == (keys, metadata)
 
 
-def test_ties_and_views_stay():
+def test_ties_and_views_are_kept():
     model = Tied()
     after, _ = ckptfix.repair_state_dict(prefixed(model.state_dict()), Tied())
     assert after["embed.weight"].data_ptr() == after["head.weight"].data_ptr()
@@ -315,14 +315,14 @@ def test_ties_and_views_stay():
     assert [finding.code for finding in report.fixed] == ["FIT105"]
 
 
-def test_parameters_are_taken_as_they_are():
+def test_parameters_are_accepted():
     before = dict(nn.DataParallel(net()).named_parameters())
     after, _ = ckptfix.repair_state_dict(before)
     assert all(value.requires_grad for value in after.values())
     assert after["0.weight"].data_ptr() == before["module.0.weight"].data_ptr()
 
 
-def test_objects_of_an_extra_state_are_kept_as_they_are(tmp_path):
+def test_objects_of_an_extra_state_are_unchanged(tmp_path):
     native = {"dtype": torch.float16, "device": torch.device("cpu"), "scheme": torch.per_tensor_affine}
     before = {"module.w": torch.ones(2), "module._extra_state": {**native, "buffer": io.BytesIO(b"fp8"), "call": len}}
     after, report = ckptfix.repair_state_dict(before)
@@ -361,7 +361,7 @@ def test_load_with_a_map_location(map_location):
     assert_same(model.state_dict(), net().state_dict())
 
 
-def test_load_names_what_is_left_and_leaves_the_model_unchanged():
+def test_a_refused_load_leaves_the_model_unchanged():
     model, before = net(seed=9), net(seed=9).state_dict()
     with pytest.raises(
         ckptfix.TargetError, match=r"does not fit Sequential \(2 keys, 2\.weight.*FIT103.*; drop_mismatched=True"
@@ -433,7 +433,7 @@ def test_in_place_with_a_backup(file):
         ckptfix.repair(file, net(), in_place=True, backup=True)
 
 
-def test_a_file_that_is_not_there_is_what_python_calls_it(tmp_path):
+def test_a_missing_file_raises_file_not_found(tmp_path):
     for call in (ckptfix.open_checkpoint, ckptfix.check, lambda path: ckptfix.load(net(), path)):
         with pytest.raises(FileNotFoundError, match=r"^[^']*gone\.pth: cannot be opened: No such file") as caught:
             call(tmp_path / "gone.pth")

@@ -612,13 +612,13 @@ def random_runs(folder: Path, ways: Mapping[str, Saved], may_move: bool = True) 
 
 
 @pytest.mark.parametrize("ways", [SAVED, scripts(ORDERS)], ids=["trainers", "scripts"])
-def test_no_moment_gets_under_a_wrong_name(tmp_path, ways):
+def test_moments_stay_with_their_parameters(tmp_path, ways):
     outcomes = random_runs(tmp_path, ways)
     assert not outcomes["wrong"]
     assert outcomes["followed"] > outcomes["refused"] > 0, outcomes
 
 
-def test_an_order_of_few_scripts_is_named_where_it_fits_as_well(tmp_path):
+def test_a_rare_order_that_fits_as_well_is_named(tmp_path):
     """In another order of the model it may be that which the model has now."""
     outcomes = random_runs(tmp_path, scripts(RARE_ORDERS), may_move=False)
     assert min(outcomes["followed"], outcomes["refused"], outcomes["wrong"]) > 0, outcomes
@@ -659,7 +659,7 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {name: bytes_of(state[one]["exp_avg"]) for name, one in model.named_parameters() if one in state}
 
 
-def test_an_optimizer_is_loaded_as_it_is(tmp_path: Path) -> None:
+def test_an_optimizer_that_fits_is_loaded_unchanged(tmp_path: Path) -> None:
     model = Layers("a", "b")
     optimizer = adamw(model)
     trained_file(tmp_path / "run.pth", model, optimizer, "module.")
@@ -670,7 +670,7 @@ def test_an_optimizer_is_loaded_as_it_is(tmp_path: Path) -> None:
     assert own.param_groups[0]["lr"] == 0.25
 
 
-def test_a_container_in_memory_is_one_as_in_a_file(tmp_path: Path) -> None:
+def test_a_container_in_memory_is_like_one_in_a_file(tmp_path: Path) -> None:
     """``torch.load`` has read it already; a random state next to the weights does not make it a state_dict."""
     model = Layers("a", "b")
     optimizer = adamw(model)
@@ -707,7 +707,7 @@ def test_state_moves_to_the_groups_of_the_script(tmp_path: Path, names: bool) ->
     assert report.remarks[-1] == "the optimizer's groups differ from the saved ones: lr stay as your script set them"
 
 
-def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> None:
+def test_groups_of_the_live_optimizer_name_the_positions(tmp_path: Path) -> None:
     """No recipe has a head before its backbone; the same script makes both optimizers."""
 
     def own_groups(model: nn.Module) -> torch.optim.AdamW:
@@ -729,7 +729,7 @@ def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> Non
         ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
 
 
-def test_an_optimizer_stays_as_it_was_if_the_models_own_hook_fails(tmp_path: Path) -> None:
+def test_the_optimizer_is_unchanged_if_a_hook_of_the_model_fails(tmp_path: Path) -> None:
     class Stubborn(Layers):
         def _load_from_state_dict(self, *given: Any) -> None:
             raise RuntimeError("no")
@@ -743,7 +743,7 @@ def test_an_optimizer_stays_as_it_was_if_the_models_own_hook_fails(tmp_path: Pat
     assert (own.state, own.param_groups[0]["lr"]) == ({}, 1.0)
 
 
-def test_groups_that_a_script_makes_otherwise_are_reported_and_load_in_it(tmp_path: Path) -> None:
+def test_ambiguous_groups_are_reported_and_load_into_the_live_optimizer(tmp_path: Path) -> None:
     """Vectors and matrices were two groups; nothing shows whether a kernel belongs to the second or to a third."""
 
     def by_axes(model: nn.Module) -> torch.optim.Optimizer:
@@ -789,7 +789,7 @@ class Alike(nn.Module):
     ],
     ids=["layers", "layers from the top", "parameters from the top", "one is frozen"],
 )
-def test_an_optimizer_of_the_same_script_takes_no_recipe(tmp_path: Path, groups: Any) -> None:
+def test_the_live_optimizer_needs_no_recipe(tmp_path: Path, groups: Any) -> None:
     model, new = Alike("abcd"), Alike("abcd")
     optimizer, own = (torch.optim.Adam(groups(one)) for one in (model, new))
     trained_file(tmp_path / "run.pth", model, optimizer, "module.")
@@ -803,7 +803,7 @@ def test_an_optimizer_of_the_same_script_takes_no_recipe(tmp_path: Path, groups:
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
 
 
-def test_of_two_optimizers_the_name_tells(tmp_path: Path) -> None:
+def test_one_of_two_optimizers_is_chosen_by_name(tmp_path: Path) -> None:
     both = Layers("a", "b"), Layers("a", "b")
     made = [adamw(model) for model in both]
     for model, optimizer in zip(both, made, strict=True):
@@ -819,7 +819,7 @@ def test_of_two_optimizers_the_name_tells(tmp_path: Path) -> None:
         ckptfix.load(new, tmp_path / "gan.pth", optimizer=own, weights="D")
 
 
-def test_what_is_new_has_no_state_and_its_own_group(tmp_path: Path) -> None:
+def test_new_parameters_have_no_state_and_their_own_group(tmp_path: Path) -> None:
     model = Layers("a", "b")
     optimizer = adamw(model, names=True)
     trained_file(tmp_path / "run.pth", model, optimizer)
@@ -890,7 +890,7 @@ def test_a_state_that_the_optimizer_refuses_changes_neither(tmp_path: Path) -> N
     ],
     ids=["sgd", "rmsprop", "class", "list", "state_dict", "dropped", "another model", "adam"],
 )
-def test_what_is_not_the_optimizer_that_was_saved(tmp_path: Path, make: Any, asked: Any, error: str | None) -> None:
+def test_other_optimizers_than_the_saved_one(tmp_path: Path, make: Any, asked: Any, error: str | None) -> None:
     model, new = nn.Linear(3, 2), nn.Linear(3, 2)
     trained_file(tmp_path / "run.pth", model, torch.optim.AdamW(model.parameters()))
     before = new.weight.clone()

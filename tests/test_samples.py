@@ -115,7 +115,7 @@ def test_head_missing_lacks_the_head_and_nothing_else(samples: Path) -> None:
     assert not keys_in(error, "Unexpected")
 
 
-def test_nan_running_var_loads_and_computes_nothing(samples: Path) -> None:
+def test_nan_running_var_loads_and_gives_nan(samples: Path) -> None:
     state_dict = load(samples / "nan_running_var.pth")["state_dict"]
     assert [key for key, tensor in state_dict.items() if not tensor.isfinite().all()] == ["bottleneck.running_var"]
     model = models.resnet_bottleneck()
@@ -148,7 +148,7 @@ def test_whole_model_cannot_be_unpickled(samples: Path) -> None:
         torch.load(path, map_location="cpu", weights_only=False)
 
 
-def test_tied_language_model_stores_one_key_of_two(samples: Path) -> None:
+def test_tied_language_model_has_one_of_two_keys(samples: Path) -> None:
     state_dict = load_file(samples / "tied_language_model.safetensors")
     model = models.tied_lm()
     assert model.decoder.weight is model.embedding.weight

@@ -131,7 +131,7 @@ FRAMEWORKS = [pytest.param(with_lightning, id="lightning"), pytest.param(with_tr
 @pytest.mark.slow
 @pytest.mark.parametrize("train", FRAMEWORKS)
 @pytest.mark.parametrize(("spoil", "code", "since"), [("nan", "VAL101", 20), ("decay", "VAL201", 10)])
-def test_what_goes_bad_is_said_for_each_checkpoint_since_then(train, spoil, code, since, tmp_path, caplog):
+def test_each_checkpoint_since_a_defect_is_reported(train, spoil, code, since, tmp_path, caplog):
     callback = checking(train)
     assert train(tmp_path, Net(spoil), callback) == 30
     steps = sorted(int("".join(filter(str.isdigit, path.rpartition("/")[2]))) for path in callback.watch.defects)
@@ -142,7 +142,7 @@ def test_what_goes_bad_is_said_for_each_checkpoint_since_then(train, spoil, code
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train", FRAMEWORKS)
-def test_a_sound_training_is_left_unchanged_and_only_hands_the_checks_over(train, tmp_path, caplog):
+def test_noop_a_sound_training(train, tmp_path, caplog):
     callback = checking(train, stop=True)
     calls = Calls(callback.watch, "check")
     assert train(tmp_path, Net(), callback, steps=60) == 60
@@ -153,7 +153,7 @@ def test_a_sound_training_is_left_unchanged_and_only_hands_the_checks_over(train
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train", FRAMEWORKS)
-def test_a_training_stops_when_it_was_asked_to(train, tmp_path):
+def test_training_stops_on_request(train, tmp_path):
     callback = checking(train, stop=True)
     net = Net("nan", at=5)
     save = callback.watch.check

@@ -70,7 +70,7 @@ def beside(monkeypatch):
     return checked_beside
 
 
-def test_a_file_that_is_removed_or_replaced_meanwhile_says_nothing(weights, caplog, beside):
+def test_noop_a_file_removed_or_replaced_meanwhile(weights, caplog, beside):
     defect, sound = weights / "nan.ckpt", (weights / "sound.ckpt").read_bytes()
     assert beside(lambda: defect.write_bytes(sound[:3000]), defect) == {}
     assert beside(defect.unlink, defect) == {}
@@ -78,7 +78,7 @@ def test_a_file_that_is_removed_or_replaced_meanwhile_says_nothing(weights, capl
     assert caplog.messages == []
 
 
-def test_a_folder_may_grow_meanwhile_and_says_nothing_when_its_files_are_replaced(weights, caplog, beside):
+def test_noop_a_folder_that_changes_meanwhile(weights, caplog, beside):
     """As in a training run with several processes: each rank saves its random state."""
     folder = weights / "checkpoint-20"
     folder.mkdir()
@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_read_is_reported(weights, caplog):
     assert "UnreadableError" in message
 
 
-def test_a_check_does_not_hold_up_the_training_and_has_the_lowest_priority(weights, monkeypatch):
+def test_checks_run_in_the_background_at_the_lowest_priority(weights, monkeypatch):
     priorities = []
     monkeypatch.setattr(os, "setpriority", lambda *words: priorities.append(words[2]))
     watch = Watch()

@@ -64,7 +64,7 @@ def test_a_file_of_another_kind_is_refused_with_its_true_cause(row, corpus):
 
 
 @pytest.mark.parametrize("row", rows(*DAMAGED))
-def test_of_a_damaged_file_what_is_whole_is_true(row, corpus):
+def test_complete_tensors_of_damaged_files_are_correct(row, corpus):
     try:
         checkpoint = opened(corpus, row, salvage=True)
     except UnreadableError:

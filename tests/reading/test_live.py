@@ -22,7 +22,7 @@ def net() -> nn.Module:
 @pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
 @pytest.mark.parametrize("with_model", [True, False], ids=["for a model", "without one"])
-def test_no_tensor_is_copied_for_the_sake_of_its_name(prefix: str, values: bool, with_model: bool) -> None:
+def test_renaming_copies_no_tensor(prefix: str, values: bool, with_model: bool) -> None:
     model, source = net(), net().state_dict()
     given = {prefix + key: value for key, value in source.items()}
     repaired, report = ckptfix.repair_state_dict(given, model if with_model else None, values=values)
@@ -30,7 +30,7 @@ def test_no_tensor_is_copied_for_the_sake_of_its_name(prefix: str, values: bool,
     assert places(repaired) == places(source)
 
 
-def test_no_tensor_is_copied_for_the_sake_of_the_metadata() -> None:
+def test_changing_metadata_copies_no_tensor() -> None:
     given = net().state_dict()
     del given["1.num_batches_tracked"]
     repaired, report = ckptfix.repair_state_dict(given, net())
@@ -40,7 +40,7 @@ def test_no_tensor_is_copied_for_the_sake_of_the_metadata() -> None:
     assert places(repaired) == places(given)
 
 
-def test_only_the_tensors_that_change_are_new() -> None:
+def test_only_changed_tensors_are_copied() -> None:
     given = {"module." + key: value for key, value in net().state_dict().items()}
     before = {key: bytes_of(value) for key, value in given.items()}
     given["module.2.bias"][3] = float("nan")
@@ -53,14 +53,14 @@ def test_only_the_tensors_that_change_are_new() -> None:
         assert key == "module.2.bias" or bytes_of(given[key]) == value
 
 
-def test_a_cast_leaves_alone_what_has_the_dtype_already() -> None:
+def test_a_cast_does_not_copy_tensors_of_that_dtype() -> None:
     given = {"a": torch.ones(3, dtype=torch.float16), "b": torch.ones(3), "n": torch.tensor(2)}
     repaired, _ = ckptfix.repair_state_dict(given, dtype="fp16")
     assert repaired["b"].dtype == torch.float16
     assert [repaired[key].data_ptr() == given[key].data_ptr() for key in given] == [True, False, True]
 
 
-def test_views_of_other_layouts_are_handed_back_as_they_are() -> None:
+def test_views_of_other_layouts_are_returned_unchanged() -> None:
     base = torch.arange(24.0).reshape(4, 6)
     given = {"t": base.t(), "column": base[:, 2], "wide": torch.ones(1).expand(9), "parameter": nn.Parameter(base[1])}
     repaired, _ = ckptfix.repair_state_dict({"module." + key: value for key, value in given.items()})

@@ -32,7 +32,7 @@ def test_what_the_official_library_writes_is_read(name, tmp_path):
     assert ("note", "by", "me") in {(remark.kind.value, remark.place, clause(remark)) for remark in checkpoint.remarks}
 
 
-def test_notes_of_others_come_along(tmp_path):
+def test_metadata_of_other_programs_is_kept(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "official.safetensors", metadata={"by": "me"})
     again = opened(write(opened(tmp_path / "official.safetensors"), "safetensors", tmp_path))
     assert ("by", "me") in {(remark.place, clause(remark)) for remark in again.remarks}
@@ -103,7 +103,7 @@ VIOLATIONS: dict[str, tuple[bytes, str]] = {
 }
 
 
-def test_a_header_that_no_reader_takes_is_not_called_damaged(tmp_path):
+def test_an_invalid_header_is_not_called_damaged(tmp_path):
     length = 100_000_001
     with (tmp_path / "long.safetensors").open("wb") as file:
         file.write(length.to_bytes(8, "little") + b'{"w":')
@@ -142,7 +142,7 @@ REFUSED_HERE: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_HERE)
-def test_what_the_library_alone_reads_is_refused_by_name(case, tmp_path):
+def test_files_beyond_the_specification_are_refused(case, tmp_path):
     content, clause = REFUSED_HERE[case]
     path = tmp_path / "odd.safetensors"
     path.write_bytes(content)

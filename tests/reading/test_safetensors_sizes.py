@@ -46,7 +46,7 @@ def wrong(checkpoint: Checkpoint, state_dict: Mapping[str, torch.Tensor]) -> set
     return {key for key in checkpoint.specs if bytes_of(checkpoint.read(key)) != bytes_of(state_dict[key])}
 
 
-def test_a_whole_file_is_not_doubted(tmp_path: Path) -> None:
+def test_noop_a_whole_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(DATA)
     checkpoint = ckptfix.open_checkpoint(tmp_path / "model.safetensors", salvage=True)
     assert (checkpoint.damage, checkpoint.remarks) == ((), ())
@@ -57,7 +57,7 @@ def test_a_whole_file_is_not_doubted(tmp_path: Path) -> None:
     [b"\n-- end of the download --\n", b"\r\n", bytes(4096), save({"other": torch.ones(3)}), b"PK\x03\x04" + bytes(50)],
     ids=["text", "a line's end", "zeros", "another file", "an archive"],
 )
-def test_what_was_appended_leaves_no_doubt(tail: bytes, tmp_path: Path) -> None:
+def test_appended_bytes_raise_no_doubt(tail: bytes, tmp_path: Path) -> None:
     state_dict = {**NETWORK, "z": torch.full((3,), 1.1)}
     checkpoint = salvaged(save(state_dict) + tail, tmp_path)
     assert set(checkpoint.specs) == set(state_dict)
@@ -76,7 +76,7 @@ def test_a_file_that_was_cut_keeps_what_is_whole(share: float, tmp_path: Path) -
 @given(
     place=st.integers(START, len(DATA)), size=st.integers(1, 9000), way=st.sampled_from(["lost", "twice", "strange"])
 )
-def test_no_tensor_is_another_one_silently(
+def test_no_wrong_bytes_without_a_doubt(
     place: int, size: int, way: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if way == "lost":
@@ -92,7 +92,7 @@ def test_no_tensor_is_another_one_silently(
     assert wrong(checkpoint, NETWORK) <= doubted(checkpoint)
 
 
-def test_a_doubt_is_a_finding_that_stays(tmp_path: Path) -> None:
+def test_a_doubt_remains_after_a_repair(tmp_path: Path) -> None:
     middle = START + (len(DATA) - START) // 2
     checkpoint = salvaged(DATA[:middle] + bytes(range(32)) + DATA[middle:], tmp_path)
     report = ckptfix.repair(tmp_path / "model.safetensors", salvage=True, output=tmp_path / "out.safetensors").report

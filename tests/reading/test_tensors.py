@@ -68,7 +68,7 @@ def test_an_entry_that_is_not_a_tensor_is_handed_on(value):
     assert build_state_dict(checkpoint(w=stored(1), x=value))["x"] is value
 
 
-def test_dtypes_and_sizes_come_alive():
+def test_dtypes_and_sizes_are_built():
     made = build_state_dict(checkpoint(a=Global("torch", "float16"), b=Opaque(Global("torch", "Size"), ((1, 2),))))
     assert (made["a"], made["b"]) == (torch.float16, torch.Size([1, 2]))
 
@@ -80,7 +80,7 @@ def test_an_entry_that_holds_itself_is_built():
     assert made["x"][1] is made["x"] is made["y"]["a"]
 
 
-def test_an_entry_shared_without_end_is_built_once():
+def test_a_shared_entry_is_built_once():
     shared: object = (stored(1),)
     for _ in range(100):
         shared = [shared, shared]
@@ -88,7 +88,7 @@ def test_an_entry_shared_without_end_is_built_once():
     assert made[0] is made[1]
 
 
-def test_an_entry_nested_without_end_is_refused():
+def test_an_endlessly_nested_entry_is_refused():
     deep: object = ()
     for _ in range(100_000):
         deep = (deep,)
@@ -139,7 +139,7 @@ def test_safetensors_are_mapped_where_their_elements_can_lie(name, tmp_path):
         assert not is_mapped(open_checkpoint(path).state_dict()["w"], path)
 
 
-def test_what_is_written_to_a_mapped_tensor_never_reaches_the_file(tmp_path):
+def test_writing_to_a_mapped_tensor_does_not_change_the_file(tmp_path):
     path = file_of({"w": torch.ones(5000), "tied": torch.zeros(3)}, tmp_path)
     before = path.read_bytes()
     path.chmod(0o444)
@@ -162,7 +162,7 @@ def test_a_mapped_tensor_outlives_its_file_and_a_new_one_under_its_name(tmp_path
     assert mapped["w"].eq(1).all()
 
 
-def test_a_mapped_tensor_is_saved_alone_and_not_with_its_file(tmp_path):
+def test_a_mapped_tensor_is_saved_without_the_rest_of_its_file(tmp_path):
     path = file_of({"small": torch.ones(3), "large": torch.zeros(100_000)}, tmp_path)
     torch.save({"small": open_checkpoint(path).state_dict(mmap=True)["small"]}, tmp_path / "small.pth")
     assert (tmp_path / "small.pth").stat().st_size < 5000

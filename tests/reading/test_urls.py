@@ -67,7 +67,7 @@ def sparse_pth(file: Path, tensors: int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "make"), [("big.safetensors", sparse_safetensors), ("big.pth", sparse_pth)])
-def test_names_of_ten_gigabytes_take_a_few_hundred_kilobytes(name, make, web, tmp_path):
+def test_names_of_ten_gigabytes_are_read_in_a_few_hundred_kilobytes(name, make, web, tmp_path):
     make(tmp_path / name, 500, 20 << 20)
     assert (tmp_path / name).stat().st_size > 10 * 10**9
     report = ckptfix.check(f"{web.url}/{name}")
@@ -75,7 +75,7 @@ def test_names_of_ten_gigabytes_take_a_few_hundred_kilobytes(name, make, web, tm
     assert (report.tensors, web.sent < FEW, len(web.requests) <= 4) == (500, True, True), web.sent
 
 
-def test_a_server_without_ranges_is_not_made_to_send_the_whole(web, tmp_path):
+def test_a_large_file_is_not_fetched_from_a_server_without_ranges(web, tmp_path):
     sparse_safetensors(tmp_path / "big.safetensors", 4, 64 << 20)
     web.ranges = False
     with pytest.raises(UnreadableError, match=rf"only whole files.*download it first: curl -LO {web.url}/big"):
@@ -94,7 +94,7 @@ def test_a_small_file_needs_no_ranges(web, tmp_path):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(reads=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 18)), min_size=1, max_size=8))
-def test_any_range_is_that_of_the_file(reads, web, tmp_path, monkeypatch):
+def test_every_range_equals_that_of_the_file(reads, web, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "MOST", 1 << 17)
     monkeypatch.setattr(remote, "KEPT", 2)
     content = torch.randint(256, (700_001,), dtype=torch.uint8, generator=torch.manual_seed(0)).numpy().tobytes()
@@ -107,7 +107,7 @@ def test_any_range_is_that_of_the_file(reads, web, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", sorted(path.name for path in SAMPLES.iterdir() if path.suffix in (".pth", ".safetensors"))
 )
-def test_a_sample_is_the_same_at_a_url(name, web, tmp_path):
+def test_a_sample_at_a_url_has_the_same_report(name, web, tmp_path):
     shutil.copy(SAMPLES / name, tmp_path)
     here, there = SAMPLES / name, f"{web.url}/{name}"
     assert_same(ckptfix.open_checkpoint(there).state_dict(), ckptfix.open_checkpoint(here).state_dict())
@@ -192,7 +192,7 @@ def small(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", [503, 429, "cut"])
-def test_what_passes_is_tried_again(trouble, web, tmp_path):
+def test_passing_errors_are_tried_again(trouble, web, tmp_path):
     small(tmp_path)
     web.troubles = [trouble, trouble]
     assert ckptfix.check(f"{web.url}/a.pth").tensors == 20
@@ -207,7 +207,7 @@ def test_what_passes_is_tried_again(trouble, web, tmp_path):
         pytest.param(["cut"] * 3, 3, r"bytes were received of a range of 65536 \(3 tries\)", id="cut"),
     ],
 )
-def test_what_does_not_pass_is_reported(troubles, requests, message, web, tmp_path):
+def test_lasting_errors_are_reported(troubles, requests, message, web, tmp_path):
     small(tmp_path)
     web.troubles = troubles
     with pytest.raises(UnreadableError, match=message):
@@ -236,7 +236,7 @@ def test_the_user_is_told_of_a_pause(command, web, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("source", ["hf://org/repo", "hf://org/repo/a.pth"])
-def test_a_connection_that_fails_is_named_in_plain_words(source, web, monkeypatch):
+def test_a_failed_connection_is_described(source, web, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # no server
     with pytest.raises(ckptfix.CkptfixError, match=r": Connection refused \(3 tries\)"):
         ckptfix.check(source)
@@ -249,7 +249,7 @@ def test_a_pause_that_is_too_long_is_reported(web, tmp_path):
         ckptfix.check(f"{web.url}/a.pth")
 
 
-def test_a_file_that_changes_meanwhile_is_not_mixed(web, tmp_path):
+def test_a_file_that_changes_meanwhile_is_refused(web, tmp_path):
     small(tmp_path)
     checkpoint = ckptfix.open_checkpoint(f"{web.url}/a.pth")
     web.version = "2"
@@ -265,7 +265,7 @@ def test_a_torn_archive_is_not_fetched_as_a_whole(web, tmp_path):
         ckptfix.check(f"{web.url}/torn.pth")
 
 
-def test_a_member_that_is_not_where_the_directory_says(web, tmp_path):
+def test_a_member_at_another_place_than_in_the_directory(web, tmp_path):
     small(tmp_path)
     raw = (tmp_path / "a.pth").read_bytes()
     (tmp_path / "odd.pth").write_bytes(raw.replace(b"a/data/7", b"a/data/x", 1))
@@ -448,7 +448,7 @@ def test_an_index_does_not_lead_out_of_its_folder(name, web):
         (404, "EntryNotFound", "", "Not Found; check the name"),
     ],
 )
-def test_what_the_hub_refuses(url, status, code, token, message, web, monkeypatch):
+def test_refusals_of_the_hub(url, status, code, token, message, web, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", token)
     web.troubles = [(status, "X-Error-Code", code)]
     with pytest.raises(UnreadableError, match=message):
@@ -477,7 +477,7 @@ def test_the_token_that_a_login_stored(variable, value, place, web, tmp_path, mo
     assert len(ckptfix.check("hf://org/repo").findings) == 1
 
 
-def test_the_token_goes_to_the_hub_and_to_no_other_server(web, tmp_path_factory, monkeypatch):
+def test_the_token_is_sent_only_to_the_hub(web, tmp_path_factory, monkeypatch):
     repository(web, "model.safetensors")
     web.token = "secret"
     for url in ("hf://org/repo/model.safetensors", "hf://org/repo"):

@@ -34,7 +34,7 @@ def expanded(packed: bytes, make: decoders.Decoder) -> tuple[Stream, bytes]:
 
 
 @pytest.mark.parametrize("name", PACKERS)
-def test_a_whole_stream_ends_where_it_ends(name: str) -> None:
+def test_noop_a_whole_stream(name: str) -> None:
     pack, make = PACKERS[name]
     stream, out = expanded(pack(RAW) + b"what follows", make)
     assert (stream.ended, stream.fault, out) == (True, "", RAW)
@@ -43,7 +43,7 @@ def test_a_whole_stream_ends_where_it_ends(name: str) -> None:
 
 @pytest.mark.parametrize("name", PACKERS)
 @pytest.mark.parametrize("chunk", [64 << 10, 100])
-def test_a_cut_stream_gives_the_head_and_says_no_fault(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_stream_gives_its_beginning(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpacking, "_PACKED", chunk)
     pack, make = PACKERS[name]
     packed = pack(RAW)
@@ -67,7 +67,7 @@ def test_a_wrong_checksum_after_the_bytes_costs_the_last_block(name: str, place:
 
 
 @pytest.mark.parametrize("name", PACKERS)
-def test_a_fault_in_the_middle_gives_what_was_made_before_it(name: str) -> None:
+def test_a_fault_in_the_middle_gives_the_bytes_before_it(name: str) -> None:
     pack, make = PACKERS[name]
     packed = pack(RAW)
     stream, out = expanded(packed[: len(packed) // 2] + bytes(100) + b"\xff" * 100, make)

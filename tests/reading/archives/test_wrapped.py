@@ -280,7 +280,7 @@ def test_a_bomb_ends_in_an_error_before_it_is_expanded(
         ckptfix.open_checkpoint(path)
 
 
-def test_no_room_for_the_expanded_bytes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_for_the_expanded_bytes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpacking, "MEMORY_LIMIT", 100)
     monkeypatch.setattr(unpacking, "DISK_RESERVE", 1 << 62)
     path = tmp_path / "model.pth.gz"
@@ -289,7 +289,7 @@ def test_no_room_for_the_expanded_bytes_is_reported(tmp_path: Path, monkeypatch:
         ckptfix.open_checkpoint(path)
 
 
-def test_what_was_in_an_archive_is_repaired_next_to_it(tmp_path: Path) -> None:
+def test_a_checkpoint_in_an_archive_is_repaired_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "release.zip"
     path.write_bytes(zipped({"out/model.pth": saved({f"module.{key}": value for key, value in WEIGHTS.items()})}))
     before = path.read_bytes()

@@ -114,11 +114,11 @@ def entry(name: bytes, crc: int, length: int | None = None) -> bytes:
     return struct.pack("<4s6H3L5H2L", b"PK\x01\x02", *fields) + name
 
 
-def test_the_entries_that_are_whole_tell_their_checksums() -> None:
+def test_complete_entries_give_their_checksums() -> None:
     directory = entry(b"m/data/0", 5) + b"PK\x01" + entry(b"m\\data\\1", 6) + entry(b"m/none", 0) + entry(b"m/z", 7)
     assert checksums_left(Content("m.pth", b"data" + directory), 4) == {"m/data/0": 5, "m/data/1": 6, "m/z": 7}
 
 
-def test_a_name_that_reaches_into_the_next_entry_is_none() -> None:
+def test_an_entry_whose_name_overlaps_the_next_is_skipped() -> None:
     directory = entry(b"m/data/0", 5, length=60) + entry(b"m/data/1", 6)
     assert checksums_left(Content("m.pth", directory), 0) == {"m/data/1": 6}

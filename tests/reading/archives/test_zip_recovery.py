@@ -58,14 +58,14 @@ def salvaged(file: Path, data: bytes) -> ckptfix.Checkpoint:
 
 
 @pytest.mark.parametrize("field", HARMLESS)
-def test_what_the_header_says_next_to_the_directory_is_not_damage(file: Path, field: str) -> None:
+def test_noop_header_fields_that_torch_does_not_read(file: Path, field: str) -> None:
     """torch reads none of it."""
     data = saved()
     assert not salvaged(file, flipped(data, header(data) + HARMLESS[field])).damage
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_sound_archive_has_no_damage(method: int) -> None:
+def test_noop_a_sound_archive(method: int) -> None:
     for data in (saved(), zipped({"a.txt": b"text", "data/0": bytes(5000)}, method), b"in front" + zipped({"a": b""})):
         listing = list_members(Content("f", data))
         assert (listing.damage, listing.doubts, listing.found) == ([], [], None)
@@ -129,7 +129,7 @@ def test_a_directory_that_cannot_be_followed_is_named(file: Path, field: str) ->
 
 
 @pytest.mark.parametrize("place", range(22))
-def test_no_bit_of_the_end_record_costs_a_tensor(file: Path, place: int) -> None:
+def test_a_flipped_bit_of_the_end_record_loses_no_tensor(file: Path, place: int) -> None:
     data = saved()
     salvaged(file, flipped(data, len(data) - 22 + place))
 
@@ -141,7 +141,7 @@ def test_wrong_bytes_are_not_damage_of_the_directory(file: Path) -> None:
     assert [finding.code for finding in ckptfix.check(file).findings if finding.code.startswith("FIL2")] == ["FIL201"]
 
 
-def test_wrong_bytes_next_to_a_damaged_entry_prove_nothing(file: Path) -> None:
+def test_wrong_bytes_beside_a_damaged_entry_are_reported(file: Path) -> None:
     data = saved()
     start = data.index(WEIGHTS["layer1.weight"].numpy().tobytes())
     file.write_bytes(flipped(flipped(data, start + 5), entry(data) + 16))

@@ -58,7 +58,7 @@ PLACES: dict[str, Callable[[Zip], int]] = {
 
 @pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "none"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_wrong_place_is_a_finding_and_costs_nothing(file: Path, place: str, checksums: bool) -> None:
+def test_a_wrong_offset_is_reported_and_loses_no_tensor(file: Path, place: str, checksums: bool) -> None:
     archive = Zip(saved(WEIGHTS, checksums))
     archive.put(archive.entries[FIRST], CENTRAL["place"], PLACES[place](archive))
     assert not loads(write(file, archive))
@@ -69,7 +69,7 @@ def test_a_wrong_place_is_a_finding_and_costs_nothing(file: Path, place: str, ch
 
 
 @pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "none"])
-def test_what_is_found_nowhere_is_lost_and_no_other_member_takes_its_place(file: Path, checksums: bool) -> None:
+def test_a_missing_member_is_lost_and_not_replaced(file: Path, checksums: bool) -> None:
     archive = Zip(saved(WEIGHTS, checksums))
     archive.put(archive.entries[FIRST], CENTRAL["place"], archive.headers[SECOND])
     at = archive.headers[FIRST]
@@ -86,7 +86,7 @@ def test_the_places_of_two_members_are_distinguished_by_their_checksums(file: Pa
     assert_same(dict(ckptfix.open_checkpoint(file, salvage=True).state_dict()), WEIGHTS)
 
 
-def test_two_members_that_changed_places_are_found(file: Path) -> None:
+def test_exchanged_members_are_found(file: Path) -> None:
     archive = Zip(saved(WEIGHTS))
     archive.swap(archive.headers[FIRST], archive.headers[SECOND], archive.headers[SECOND] - archive.headers[FIRST])
     assert not loads(write(file, archive))
@@ -107,7 +107,7 @@ def test_two_members_with_each_others_names_are_in_doubt(file: Path, where: str,
     assert any("may differ from what was saved" in finding.message for finding in report.findings)
 
 
-def test_bytes_of_whole_members_that_are_gone_cost_these_members(file: Path) -> None:
+def test_missing_bytes_of_whole_members_lose_only_these(file: Path) -> None:
     """Each position before the gap then belongs to another member."""
     weights = {f"layer{n}.bias": torch.rand(9) + n for n in range(20)}
     archive = Zip(saved(weights))
@@ -130,7 +130,7 @@ def test_a_header_with_the_data_of_another_member_after_it_is_not_a_whole_member
 
 
 @pytest.mark.parametrize("field", ["name length", "extra length"])
-def test_a_header_of_another_length_without_checksums_costs_its_tensor(file: Path, field: str) -> None:
+def test_a_header_of_another_length_without_checksums_loses_its_tensor(file: Path, field: str) -> None:
     archive = Zip(saved(WEIGHTS, checksums=False))
     archive.data[archive.headers[FIRST] + LOCAL[field][0]] ^= 1
     assert not loads(write(file, archive))

@@ -25,7 +25,7 @@ def left(file: Path, data: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize("behind", [0, 1, 3, 15])
-def test_a_cut_in_the_descriptor_costs_nothing(file: Path, behind: int) -> None:
+def test_a_cut_in_the_descriptor_loses_no_tensor(file: Path, behind: int) -> None:
     archive = Zip(saved(WEIGHTS))
     end = archive.starts[LAST] + archive.sizes[LAST]
     assert left(file, bytes(archive.data[: end + behind])) == list(WEIGHTS)
@@ -39,7 +39,7 @@ def test_bytes_that_are_missing_inside_show_after_the_storage(file: Path, gone: 
     assert left(file, bytes(data)) == list(WEIGHTS)[:2]
 
 
-def test_other_bytes_over_the_end_of_the_file_cost_the_storage_they_touch(file: Path) -> None:
+def test_other_bytes_at_the_end_lose_the_storages_they_overwrite(file: Path) -> None:
     archive = Zip(saved(WEIGHTS))
     start = archive.starts[LAST] + 40
     archive.data[start:] = b"\xff" * (len(archive.data) - start)

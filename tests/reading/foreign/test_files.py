@@ -49,18 +49,18 @@ NOISE = random.Random(3).randbytes(1 << 16)
         pytest.param(b"\xff\xd8\xff" + bytes(range(60)), id="three bytes of a JPEG image"),
     ],
 )
-def test_what_may_be_a_checkpoint_is_not_a_foreign_file(content: bytes) -> None:
+def test_noop_possible_checkpoints(content: bytes) -> None:
     assert name_foreign_file(Content("f", content)) is None
 
 
-def test_noise_is_never_given_a_name() -> None:
+def test_noop_random_bytes_have_no_name() -> None:
     numbers = random.Random(5)
     for _ in range(2000):
         size = numbers.choice([12, 40, 300, 2000])
         assert name_foreign_file(Content("f", numbers.randbytes(size))) is None
 
 
-def test_signatures_lead_to_one_answer_each() -> None:
+def test_signatures_are_unambiguous() -> None:
     plain = [known for known in signatures() if not set(known.begins.pattern) & set(b"[({")]
     assert len(plain) > 25
     for known in plain:
@@ -113,7 +113,7 @@ def test_a_foreign_file_is_named_with_the_remedy(content: bytes, message: str, t
 
 
 @pytest.mark.parametrize("content", [b"\0", b"abc", b"\xff" * 100], ids=["a zero", "text", "ones"])
-def test_what_no_one_knows_is_shown_by_its_first_bytes(content: bytes, tmp_path: Path) -> None:
+def test_unknown_files_are_shown_by_their_first_bytes(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "file.pth"
     path.write_bytes(content)
     with pytest.raises(UnreadableError, match=str(path)):
@@ -130,7 +130,7 @@ def test_what_no_one_knows_is_shown_by_its_first_bytes(content: bytes, tmp_path:
         ("data/0", "folder that has data.pkl"),
     ],
 )
-def test_a_name_speaks_where_bytes_say_nothing(name: str, message: str, tmp_path: Path) -> None:
+def test_the_file_name_counts_if_the_bytes_are_unknown(name: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"\x9c\x01" * 30)
@@ -139,7 +139,7 @@ def test_a_name_speaks_where_bytes_say_nothing(name: str, message: str, tmp_path
 
 
 @pytest.mark.parametrize("name", ["model.pth", "model.pth.part"])
-def test_what_a_format_says_of_its_own_file_stands(name: str, tmp_path: Path) -> None:
+def test_the_error_of_a_known_format_is_kept(name: str, tmp_path: Path) -> None:
     """Random-looking bytes and names of downloads are only the last resort: this is a damaged pickle."""
     path = tmp_path / name
     path.write_bytes(b"\x80\x02" + NOISE)
@@ -195,7 +195,7 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
         (b"Vocabulary\ncat\ndog\n.", "a text file"),
     ],
 )
-def test_what_begins_like_something_else_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+def test_files_that_begin_like_another_format(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     path.write_bytes(content)
     with pytest.raises(UnreadableError, match=message):
@@ -217,7 +217,7 @@ S3 = '<?xml version="1.0"?>\n<Error><Code>NoSuchKey</Code><Message>No &quot;such
         pytest.param(b"", id="nothing"),
     ],
 )
-def test_no_text(data: bytes) -> None:
+def test_data_that_is_not_text(data: bytes) -> None:
     assert as_text(data) is None
 
 
@@ -226,7 +226,7 @@ def test_text_in_any_encoding(encoding: str) -> None:
     assert as_text("\n Not found: ü\n".encode(encoding)) == "Not found: ü"
 
 
-def test_text_that_ends_inside_of_a_letter() -> None:
+def test_text_cut_inside_a_character() -> None:
     assert as_text("größe".encode()[:3]) == "gr"
 
 
@@ -268,12 +268,12 @@ def test_text_that_ends_inside_of_a_letter() -> None:
         ('model_checkpoint_path: "m"', "TensorFlow's record"),
     ],
 )
-def test_what_a_text_says(text: str, said: str) -> None:
+def test_kinds_of_text_files(text: str, said: str) -> None:
     assert said in name_content(text, len(text))
 
 
 @pytest.mark.parametrize("part", ["<", "<title>", "<!--", "<?", "<h1 ", "{", "[", '{"error":'])
-def test_texts_made_to_be_slow_are_not(part: str) -> None:
+def test_adversarial_texts_are_read_in_linear_time(part: str) -> None:
     start = time.process_time()  # a quadratic search takes minutes; a busy machine does not count
     text = (part * (1 << 16))[: 1 << 16]
     name_content(text, len(text))
@@ -323,14 +323,14 @@ CHANGES = {
         pytest.param(b"12\r\nthe number of the page\r\n", id="a text that begins like a chunk"),
     ],
 )
-def test_what_was_not_changed(data: bytes) -> None:
+def test_noop_files_without_transfer_damage(data: bytes) -> None:
     said = name_foreign_file(Content("f", data)) or ""
     assert name_mangled(Content("f", data)) is None
     assert not any(word in said for word in ("base64", "saved as text", "web server"))
 
 
 @pytest.mark.parametrize("name", ["é€“”" * 9, "größe der fläche im übermaß der äste über der öde der übung"])
-def test_zeros_and_names_of_other_alphabets_are_utf8_by_right(name: str, tmp_path: Path) -> None:
+def test_noop_zeros_and_names_in_other_alphabets(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(save({f"{name}.{at}": torch.zeros(400) for at in range(4)})[:-4])
     with pytest.raises(UnreadableError, match="is cut short"):
@@ -340,9 +340,7 @@ def test_zeros_and_names_of_other_alphabets_are_utf8_by_right(name: str, tmp_pat
 @pytest.mark.parametrize("salvage", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("form", CHECKPOINTS)
-def test_what_was_changed_is_named_and_never_taken_for_weights(
-    tmp_path: Path, form: str, change: str, salvage: bool
-) -> None:
+def test_transfer_damage_is_named(tmp_path: Path, form: str, change: str, salvage: bool) -> None:
     make, said = CHANGES[change]
     path = tmp_path / "model.pth"
     path.write_bytes(make(CHECKPOINTS[form]))

@@ -21,7 +21,7 @@ from tests.reading.archives.test_wrapped import saved, tarred, zipped
         pytest.param([".metadata"], id="one file of two"),
     ],
 )
-def test_no_bundle(names: list[str]) -> None:
+def test_noop_not_a_bundle(names: list[str]) -> None:
     assert name_bundle(names, BUNDLES) is None
     assert name_bundle(names, PARTS) is None
 

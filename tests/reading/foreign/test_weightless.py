@@ -41,12 +41,12 @@ def test_weights_next_to_an_optimizer_are_found(value, tmp_path):
         ),
     ],
 )
-def test_an_optimizer_alone_is_said_to_be_one(value, tmp_path):
+def test_an_optimizer_alone_is_named(value, tmp_path):
     with pytest.raises(UnreadableError, match="an optimizer's state and no model weights"):
         opened(saved(value, tmp_path))
 
 
-def test_a_scheduler_alone_is_said_to_be_one(tmp_path):
+def test_a_scheduler_alone_is_named(tmp_path):
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(2)]), 3)
     with pytest.raises(UnreadableError, match="the state of a learning-rate scheduler and no model weights; look for"):
         opened(saved(scheduler.state_dict(), tmp_path))
@@ -83,7 +83,7 @@ def test_tensors_without_names_are_counted(value, held, tmp_path):
         opened(saved(value, tmp_path))
 
 
-def test_a_value_that_holds_itself_comes_to_an_end(tmp_path):
+def test_a_value_in_itself_is_described(tmp_path):
     value: list[object] = []
     value.append(value)
     with pytest.raises(UnreadableError, match="the file holds a list without tensors"):
@@ -121,7 +121,7 @@ def test_a_table_of_numbers_is_not_a_set_of_weights(tmp_path):
     assert [candidate.name for candidate in checkpoint.candidates] == ["string_to_param"]
 
 
-def test_figures_of_the_inputs_are_not_a_set_of_weights(tmp_path):
+def test_statistics_of_the_inputs_are_not_a_set_of_weights(tmp_path):
     net = {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}
     value = {"actor": net, "obs_rms": {"mean": torch.zeros(3), "var": torch.ones(3), "count": 9.0}}
     assert [candidate.name for candidate in opened(saved(value, tmp_path)).candidates] == ["actor"]

@@ -100,7 +100,7 @@ def mutated(random_: random.Random, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_damage_gives_wrong_bytes_unsaid(form: str, tmp_path: Path) -> None:
+def test_no_wrong_bytes_without_a_finding(form: str, tmp_path: Path) -> None:
     """A seeded sample: bytes are lost, doubled or inserted, or everything after a place is lost."""
     random_, path = random.Random(form), tmp_path / "mutated.pkl"
     for _ in range(12):

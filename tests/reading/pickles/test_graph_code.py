@@ -90,7 +90,7 @@ class Armed:
         return exec, ("1",)
 
 
-def test_next_to_a_payload_both_are_reported(tmp_path):
+def test_graph_code_and_a_payload_are_both_reported(tmp_path):
     path = saved({"model": traced(), "x": Armed()}, tmp_path)
     findings = ckptfix.check(path, select=("FIL901",)).findings
     assert [finding.level for finding in findings] == [Level.ERROR, Level.WARNING]
@@ -125,7 +125,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("line", HARMLESS)
-def test_what_torch_writes_is_harmless(line):
+def test_noop_code_that_torch_writes(line):
     assert is_graph_code({"_code": forward(line)}, IMPORTS)
 
 
@@ -176,7 +176,7 @@ def test_what_torch_writes_is_harmless(line):
         "y = torch.utils.hooks.load(x)",
     ],
 )
-def test_anything_else_is_not(line):
+def test_other_code_is_not_graph_code(line):
     assert not is_graph_code({"_code": forward(line)}, IMPORTS)
 
 
@@ -203,11 +203,11 @@ def test_anything_else_is_not(line):
         "import torch as t",
     ],
 )
-def test_imports_of_anything_else_are_not(line):
+def test_other_imports_are_not_graph_code(line):
     assert not is_graph_code({"_code": forward("y = x")}, f"{IMPORTS}\n{line}")
 
 
-def test_the_text_that_torch_runs_is_looked_at():
+def test_the_text_that_torch_runs_is_examined():
     assert not is_graph_code({"_code": "", "code": forward("exec(1)")}, IMPORTS)  # an empty one gives way to the other
     block, code = "import torch\nfrom collections import OrderedDict", forward("y = x").lstrip("\n")
     assert is_graph_code({"_code": code}, f"{block}\n")
@@ -215,5 +215,5 @@ def test_the_text_that_torch_runs_is_looked_at():
 
 
 @pytest.mark.parametrize("body", [None, 5, {"_code": 5}, {"_code": "x" * (9 << 20)}])
-def test_no_code_at_all_is_not(body):
+def test_objects_without_code_are_not_graph_code(body):
     assert not is_graph_code(body, IMPORTS)

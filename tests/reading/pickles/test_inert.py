@@ -89,7 +89,7 @@ ARRAY = partial(Called, _reconstruct, np.ndarray, (0,), b"b")
         ),
     ],
 )
-def test_what_its_function_would_refuse_is_malformed(made, why):
+def test_arguments_that_the_function_would_refuse_are_malformed(made, why):
     with pytest.raises(UnreadableError, match=why):
         unpickled(made)
 
@@ -110,7 +110,7 @@ def test_a_call_without_a_meaning_becomes_an_opaque_object(made):
     assert len(found.args) == len(made.made[1])
 
 
-def test_an_object_of_old_protocols_has_what_fills_its_base():
+def test_an_object_of_old_protocols_keeps_the_state_of_its_base():
     made = unpickled(Called(RECONSTRUCTOR, Called, dict, {"a": 1}))
     assert (str(made.cls), made.pairs) == (f"{__name__}.Called", {"a": 1})
 
@@ -123,7 +123,7 @@ def test_an_object_of_old_protocols_has_what_fills_its_base():
         ("torch_utils.persistence._reconstruct_persistent_obj", ({"state": 3},)),
     ],
 )
-def test_so_does_a_call_of_what_need_not_be_installed(called, given):
+def test_a_call_of_another_package_becomes_an_opaque_object(called, given):
     made = call(called, *given)
     assert (type(made), str(made.cls), made.args) == (Opaque, called, given)
 

@@ -91,13 +91,13 @@ def in_parts(data: bytes) -> Content:
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("data", [*PICKLES.values(), torch_pickle()], ids=[*PICKLES, "tensors"])
-def test_opcodes_in_line_do_what_their_handlers_do(data: bytes) -> None:
+def test_inlined_opcodes_equal_their_handlers(data: bytes) -> None:
     for whole in (data, data[:-1], data[: len(data) // 2], data[:-1] + b"\xff"):
         assert outcome(in_parts(whole)) == outcome(whole)
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_a_damaged_pickle_ends_alike() -> None:
+def test_inlined_opcodes_end_alike_in_a_damaged_pickle() -> None:
     rng = random.Random(0)
     pickles = [*PICKLES.values(), torch_pickle()[:400]]
     for _ in range(1500):
@@ -108,7 +108,7 @@ def test_a_damaged_pickle_ends_alike() -> None:
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("limit", [0, 50, 500, 5000])
-def test_the_limits_end_alike(limit: int) -> None:
+def test_inlined_opcodes_have_the_same_limits(limit: int) -> None:
     data = PICKLES["rows, with far places in the memo"]
     assert outcome(data, limit)[3].startswith("HostileError")
     assert outcome(in_parts(data), limit) == outcome(data, limit)
@@ -128,14 +128,14 @@ LEAKS = {
 
 
 @pytest.mark.parametrize("data", LEAKS.values(), ids=LEAKS)
-def test_messages_speak_of_the_pickle_and_not_of_python(data: bytes) -> None:
+def test_messages_are_about_the_pickle_and_not_python(data: bytes) -> None:
     error = outcome(data)[3]
     assert error == "" or "pickle" in error
     assert not any(word in error for word in ("pop from", "positional", "takes ", "index out", "unhashable", "zip()"))
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_numbers_without_a_gap_lie_in_a_row(first):
+def test_consecutive_memo_numbers_are_a_list(first):
     memo = Memo()
     for index in range(first, 1000):
         assert memo.keep(index, index) == SLOT
@@ -143,7 +143,7 @@ def test_numbers_without_a_gap_lie_in_a_row(first):
     assert [memo.recall(index) for index in range(first, 1000)] == list(range(first, 1000))
 
 
-def test_a_large_number_costs_no_more_than_a_small_one():
+def test_a_large_memo_number_is_stored_apart():
     memo = Memo()
     assert memo.keep(1 << 32, "far") == FAR
     assert memo.keep(1 << 32, "again") == 0
@@ -166,7 +166,7 @@ def test_the_memo_is_a_dict(kept):
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_of_a_long_pickle_only_what_is_asked_for_again_is_kept(protocol):
+def test_a_long_pickle_keeps_only_memo_entries_that_are_used(protocol):
     rows = [[float(number), [number]] for number in range(10_000)]
     value = [rows, rows[::-1000], "g12345\nj\x39\x30"]
     got, machine = run(pickle.dumps(value, protocol=protocol))
@@ -177,14 +177,14 @@ def test_of_a_long_pickle_only_what_is_asked_for_again_is_kept(protocol):
     assert len(kept) < (20_000 if protocol == 0 else 10_000)
 
 
-def test_a_number_in_another_spelling_is_never_taken_for_another_value():
+def test_numbers_in_other_spellings_keep_their_value():
     data = pickle.dumps([[number] for number in range(20_000)], protocol=2)
     with pytest.raises(UnreadableError, match="a value is missing"):
         run(data[:-1] + b"0g+19000\n.")
 
 
 @pytest.mark.parametrize("value", PLAIN.values(), ids=PLAIN)
-def test_plain_data_comes_out_as_pickle_reads_it(value):
+def test_plain_data_is_read_as_by_pickle(value):
     for protocol in range(6):
         got, machine = run(pickle.dumps(value, protocol=protocol))
         assert got == pickle.loads(pickle.dumps(value, protocol=protocol))
@@ -200,7 +200,7 @@ def test_plain_data_comes_out_as_pickle_reads_it(value):
     ),
     st.integers(0, 5),
 )
-def test_any_plain_data_comes_out_as_it_went_in(value, protocol):
+def test_any_plain_data_is_read(value, protocol):
     assert run(pickle.dumps(value, protocol=protocol))[0] == value
 
 
@@ -211,7 +211,7 @@ def test_an_object_that_holds_itself_is_one_object():
     assert got[0]["me"] is got
 
 
-def test_a_class_stays_closed():
+def test_classes_are_not_called():
     class_pickle = b"\x80\x02cmodels\nNet\n)\x81}X\x01\x00\x00\x00aK\x01sb."
     got, machine = run(class_pickle)
     assert isinstance(got, Opaque)

@@ -25,7 +25,7 @@ def legacy_of_python2(raw: bytes) -> bytes:
 
 
 @given(st.binary(max_size=40))
-def test_every_byte_comes_back(raw):
+def test_every_byte_is_kept(raw):
     assert raw_bytes(python2_text(raw)) == raw
 
 

@@ -20,7 +20,7 @@ def test_bytes_numbers_and_lines_are_taken_in_order(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("count", [5, 1 << 62, -1])
-def test_what_is_not_there_is_not_taken(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_beyond_the_end_is_an_error(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in streams(b"-rest", monkeypatch):
         with pytest.raises(PickleEndError, match=rf"{count} bytes are claimed at offset 1, but only 4 are left"):
             stream.take(count)

@@ -34,7 +34,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_cut_pickle_gives_what_was_whole(form: str, tmp_path: Path) -> None:
+def test_a_cut_pickle_gives_its_complete_values(form: str, tmp_path: Path) -> None:
     data, path, most = FORMS[form], tmp_path / "cut.pkl", 0
     for cut in range(1, len(data), 37):
         path.write_bytes(data[:cut])
@@ -69,14 +69,14 @@ def test_zeros_that_were_never_filled_are_not_part_of_a_value(form: str, tmp_pat
     assert most >= len(TENSORS) - 1
 
 
-def test_the_refusal_says_what_is_there(tmp_path: Path) -> None:
+def test_the_error_names_the_complete_values(tmp_path: Path) -> None:
     data, path = pickle.dumps(ARRAYS, 2), tmp_path / "cut.pkl"
     path.write_bytes(data[: len(data) * 3 // 4])
     with pytest.raises(ckptfix.UnreadableError, match=r"its pickle ends at byte \d+.*take \d of \d tensors"):
         ckptfix.open_checkpoint(path)
 
 
-def test_a_value_that_waits_for_its_state_is_left_out(tmp_path: Path) -> None:
+def test_a_value_without_its_state_is_left_out(tmp_path: Path) -> None:
     data, path = pickle.dumps(ARRAYS, 2), tmp_path / "cut.pkl"
     path.write_bytes(data[: data.index(b"layer.1.weight") + 60])
     assert ckptfix.open_checkpoint(path, salvage=True).keys() == ["layer.0.weight"]

@@ -60,7 +60,7 @@ def test_a_torchscript_archive_may_be_unpacked_too(tmp_path: Path) -> None:
     assert_same(dict(opened.state_dict()), dict(module.state_dict()))
 
 
-def test_a_folder_with_an_ordinary_pickle_is_none(tmp_path: Path) -> None:
+def test_noop_a_folder_with_an_ordinary_pickle(tmp_path: Path) -> None:
     (tmp_path / "data.pkl").write_bytes(b"\x80\x02}.")
     with pytest.raises(UnreadableError, match="folder"):
         ckptfix.open_checkpoint(tmp_path)
@@ -95,7 +95,7 @@ def test_a_file_of_the_folder_is_not_the_checkpoint(folder: Path, tmp_path: Path
         ckptfix.open_checkpoint(file.parent / "data" / "0")
 
 
-def test_it_is_never_clean(folder: Path, tmp_path: Path) -> None:
+def test_an_unpacked_file_is_always_reported(folder: Path, tmp_path: Path) -> None:
     """torch.load reads no folder."""
     report = ckptfix.check(folder, values=False)
     assert any("unpacked into a folder" in finding.message for finding in report.findings)

@@ -38,7 +38,7 @@ def write(folder: Path, data: bytes) -> Path:
 
 @pytest.mark.parametrize("memory", [1 << 23, 100], ids=["in memory", "in a file"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_file_that_was_packed_again_is_read_and_says_so(
+def test_a_repacked_file_is_read_and_reported(
     tmp_path: Path, method: str, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unpacking, "MEMORY_LIMIT", memory)
@@ -51,7 +51,7 @@ def test_a_file_that_was_packed_again_is_read_and_says_so(
     assert (note.level, "which torch.save never does" in note.message) == (Level.NOTE, True)
 
 
-def test_zeros_in_a_large_archive_are_not_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noop_zeros_in_a_large_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They pack a thousandfold; what counts is what the whole archive unpacks to."""
     monkeypatch.setattr(unpacking, "RATIO_FLOOR", 1 << 16)
     monkeypatch.setattr(unpacking, "MEMORY_LIMIT", 1 << 10)
@@ -113,20 +113,20 @@ def test_a_storage_of_another_size_than_declared_is_lost(
     assert_same(checkpoint.state_dict(), {key: STATE[key] for key in "bc"})
 
 
-def test_a_packed_member_that_lies_about_its_size_is_not_unpacked(tmp_path: Path) -> None:
+def test_a_packed_member_of_wrong_size_is_not_unpacked(tmp_path: Path) -> None:
     archive = Zip(rezipped(DATA, zipfile.ZIP_DEFLATED))
     archive.put(archive.entries["archive/data/0"], CENTRAL["size"], 1 << 20)
     checkpoint = ckptfix.open_checkpoint(write(tmp_path, bytes(archive.data)), salvage=True)
     assert "a" in checkpoint.lost or torch.equal(checkpoint.read("a"), STATE["a"])
 
 
-def test_an_archive_without_checksums_is_not_proved(tmp_path: Path) -> None:
+def test_an_archive_without_checksums_is_not_verified(tmp_path: Path) -> None:
     archive = Zip(saved(STATE, checksums=False))
     archive.data[archive.starts["archive/data/0"]] ^= 1
     assert not any(finding.code == "FIL201" for finding in ckptfix.check(write(tmp_path, bytes(archive.data))).findings)
 
 
-def test_a_checksum_of_zero_is_one_if_others_are_there(tmp_path: Path) -> None:
+def test_a_checksum_of_zero_counts_if_others_exist(tmp_path: Path) -> None:
     archive = Zip(DATA)
     start, size = archive.starts["archive/data/0"], archive.sizes["archive/data/0"]
     archive.data[start] ^= 1
@@ -139,7 +139,7 @@ def test_a_checksum_of_zero_is_one_if_others_are_there(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(path).state_dict()
 
 
-def test_exchanged_places_without_checksums_are_never_silent(tmp_path: Path) -> None:
+def test_exchanged_offsets_without_checksums_are_reported(tmp_path: Path) -> None:
     state = {"a": torch.arange(5.0), "b": -torch.arange(5.0)}
     archive = Zip(saved(state, checksums=False))
     first, second = (archive.entries[f"archive/data/{number}"] for number in (0, 1))

@@ -57,7 +57,7 @@ def test_the_weights_are_those_of_the_module(exported: tuple[Path, dict[str, tor
     assert Net().load_state_dict(written, strict=True)
 
 
-def test_what_only_weights_are_read_of_is_reported(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_reading_only_the_weights_is_reported(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
     (finding,) = [found for found in ckptfix.check(exported[0]).findings if found.code == "FIL102"]
     assert "a torch.export program (only its weights)" in finding.message
 
@@ -91,7 +91,7 @@ def rewritten(path: Path, to: Path, change: dict[str, Any]) -> Path:
         pytest.param({"strides": [{"as_expr": "s0"}]}, "KeyError", id="symbolic"),
     ],
 )
-def test_claims_that_do_not_hold_are_refused(
+def test_inconsistent_descriptions_are_refused(
     exported: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CkptfixError, match=message):

@@ -19,13 +19,13 @@ def old(value, folder):
     return saved(value, folder, _use_new_zipfile_serialization=False)
 
 
-def test_storages_lie_where_the_list_of_keys_says(tmp_path):
+def test_storages_are_in_the_order_of_the_list_of_keys(tmp_path):
     checkpoint = opened(old(WEIGHTS, tmp_path))
     assert checkpoint.format == "torch-legacy"
     same(dict(checkpoint.state_dict()), WEIGHTS)
 
 
-def test_a_plain_pickle_says_that_it_is_one(tmp_path):
+def test_a_plain_pickle_is_named(tmp_path):
     path = tmp_path / "plain.pkl"
     path.write_bytes(pickle.dumps(WEIGHTS))
     checkpoint = opened(path)
@@ -96,7 +96,7 @@ LAYERS = {f"layer.{index}.weight": torch.randn(13, 17) for index in range(6)}
 
 @pytest.mark.parametrize("count", [1, 8, 512])
 @pytest.mark.parametrize("kind", ["lost", "doubled"])
-def test_bytes_lost_or_doubled_cost_their_storage_and_those_after_it(kind, count, tmp_path):
+def test_lost_or_repeated_bytes_lose_their_storage_and_later_ones(kind, count, tmp_path):
     path = old(LAYERS, tmp_path)
     content = path.read_bytes()
     order = sorted(LAYERS, key=lambda key: content.index(LAYERS[key].numpy().tobytes()))  # that of their addresses
@@ -110,7 +110,7 @@ def test_bytes_lost_or_doubled_cost_their_storage_and_those_after_it(kind, count
         assert checkpoint.read(key).numpy().tobytes() == LAYERS[key].numpy().tobytes()
 
 
-def test_bytes_after_the_last_storage_may_have_come_into_it(tmp_path):
+def test_bytes_after_the_last_storage_make_it_doubtful(tmp_path):
     path = old({"w": torch.randn(64)}, tmp_path)
     path.write_bytes(path.read_bytes() + b"\n")
     (note,) = ckptfix.check(path, select=("FIL203",)).findings
@@ -160,7 +160,7 @@ def test_a_storage_class_that_torch_does_not_know_is_reported(tmp_path):
         pytest.param(torch.ones(4, 1, 3).transpose(0, 1), id="a dimension of one"),
     ],
 )
-def test_strides_that_writers_produce_are_not_damage(value, tmp_path):
+def test_noop_strides_that_writers_produce(value, tmp_path):
     checkpoint = opened(old({"w": value}, tmp_path))
     assert (checkpoint.damage, checkpoint.remarks) == ((), ())
     same(dict(checkpoint.state_dict()), {"w": value})

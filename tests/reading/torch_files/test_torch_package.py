@@ -49,7 +49,7 @@ def test_each_pickle_of_a_package_has_its_name(tmp_path: Path) -> None:
     assert names == {("a/model",), ("b/model", "state_dict")}
 
 
-def test_a_package_without_a_pickle_says_so(tmp_path: Path) -> None:
+def test_a_package_without_a_pickle_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="without a pickle"):
         opened(packed(tmp_path / "empty.pt", {}))
 

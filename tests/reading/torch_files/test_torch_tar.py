@@ -150,7 +150,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_claims_that_cannot_hold_are_named(file: Path, case: str) -> None:
+def test_impossible_descriptions_are_named(file: Path, case: str) -> None:
     parts, error, message = BROKEN[case]
     file.write_bytes(made(**parts))
     with pytest.raises(error, match=message):
@@ -166,7 +166,7 @@ def test_every_cut_ends_in_a_typed_error(file: Path) -> None:
             ckptfix.open_checkpoint(file)
 
 
-def test_a_payload_is_seen_and_does_not_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_is_found_and_does_not_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr("posix.system", ran.append)
     weight = b"X\x01\0\0\0wX\x02\0\0\x0011Q"
@@ -175,7 +175,7 @@ def test_a_payload_is_seen_and_does_not_run(file: Path, monkeypatch: pytest.Monk
     assert ran == []
 
 
-def test_a_file_cut_anywhere_in_its_storages_gives_what_is_whole(file: Path) -> None:
+def test_a_file_cut_in_its_storages_gives_complete_tensors(file: Path) -> None:
     data = made()
     want = {"fc.weight": WEIGHT, "tied": WEIGHT, "fc.tail": TAIL, "n": COUNT}
     starts = {"fc.weight": data.index(struct.pack("<6f", *range(6))), "n": data.index(struct.pack("<2q", 1, 2**40))}

@@ -41,7 +41,7 @@ def test_the_checksum_of_a_storage_is_known(tmp_path):
     assert all(spec.storage is not None and spec.storage.crc32 for spec in specs.values())
 
 
-def test_a_checksum_of_zero_is_none(tmp_path):
+def test_a_checksum_of_zero_means_no_checksum(tmp_path):
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -72,7 +72,7 @@ def test_opening_reads_no_tensor(tmp_path, monkeypatch):
     assert sum(taken) > 400_000
 
 
-def test_what_reading_took_is_gone_with_the_reader(tmp_path):
+def test_reading_leaves_no_cycles(tmp_path):
     """A file of many tensors is opened twice in a repair; what waits for the collector of cycles is there twice."""
     path = saved(WEIGHTS, tmp_path)
     gc.collect()  # what an error of another test left
@@ -86,7 +86,7 @@ def test_what_reading_took_is_gone_with_the_reader(tmp_path):
     assert checkpoint.keys() == list(WEIGHTS)
 
 
-def test_a_file_of_another_protocol_says_so(tmp_path):
+def test_a_file_of_another_protocol_is_named(tmp_path):
     kinds = {remark.kind.value for remark in opened(saved(WEIGHTS, tmp_path, pickle_protocol=4)).remarks}
     assert "protocol" in kinds
     assert "protocol" not in {remark.kind.value for remark in opened(saved(WEIGHTS, tmp_path)).remarks}
@@ -166,7 +166,7 @@ def test_any_other_text_is_not_a_persistent_id(text, tmp_path):
         opened(path)
 
 
-def test_a_pickle_that_fails_its_checksum_and_cannot_be_read_says_both(tmp_path):
+def test_a_pickle_with_two_defects_is_reported_with_both(tmp_path):
     path = saved(WEIGHTS, tmp_path)
     content = bytearray(path.read_bytes())
     content[content.index(b"\x80\x02") + 2] = 0xFF
@@ -175,7 +175,7 @@ def test_a_pickle_that_fails_its_checksum_and_cannot_be_read_says_both(tmp_path)
         opened(path)
 
 
-def test_bytes_that_are_missing_in_the_middle_cost_what_they_touch(tmp_path):
+def test_bytes_missing_in_the_middle_lose_the_storages_they_touch(tmp_path):
     weights = {f"layers.{index}": torch.rand(500) + index for index in range(12)}
     path = saved(weights, tmp_path)
     content = path.read_bytes()

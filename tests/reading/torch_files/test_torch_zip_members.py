@@ -43,7 +43,7 @@ def rewritten(path: Path, change: dict[str, Any], rename: tuple[str, str] = ("",
                 again.writestr(f"archive/{name.replace(*rename)}" if rename[0] else f"archive/{name}", data)
 
 
-def test_the_storages_of_a_big_endian_machine_are_turned_round(tmp_path: Path) -> None:
+def test_big_endian_storages_are_swapped(tmp_path: Path) -> None:
     """``torch.save`` there writes its memory as it is, and says so in the record ``byteorder``."""
     path = tmp_path / "model.pth"
     torch.save(WEIGHTS, path)
@@ -59,7 +59,7 @@ def test_the_storages_of_a_big_endian_machine_are_turned_round(tmp_path: Path) -
     assert_same(torch.load(tmp_path / "out.pth"), WEIGHTS)
 
 
-def test_a_legacy_file_of_a_big_endian_machine_needs_no_turning(tmp_path: Path) -> None:
+def test_noop_a_legacy_file_of_a_big_endian_machine(tmp_path: Path) -> None:
     """Its storages are little-endian on every machine; only the facts about the machine differ."""
     path = tmp_path / "model.pth"
     torch.save(WEIGHTS, path, _use_new_zipfile_serialization=False)

@@ -86,7 +86,7 @@ def test_the_repaired_file_is_a_plain_state_dict(archive: Path, tmp_path: Path) 
     assert not ckptfix.check(tmp_path / "out.pth").fixed
 
 
-def test_what_is_left_out_is_remarked() -> None:
+def test_omitted_tensors_are_noted() -> None:
     buffer = io.BytesIO()
     torch.jit.save(torch.jit.script(Block()), buffer)
     document = read(buffer.getvalue())
@@ -154,7 +154,7 @@ def test_a_frozen_module_is_named(tmp_path: Path) -> None:
     ],
     ids=["sources", "modules"],
 )
-def test_an_archive_of_more_than_anyone_writes_is_refused(
+def test_an_archive_of_too_many_objects_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, limit: str, most: int, message: str
 ) -> None:
     monkeypatch.setattr(module, limit, most)
@@ -172,7 +172,7 @@ def test_a_class_of_the_archive_is_not_a_payload_whatever_its_name(tmp_path: Pat
     assert [finding.code for finding in ckptfix.check(path).findings] == ["FIL102"]
 
 
-def test_a_payload_in_its_pickles_is_one(tmp_path: Path) -> None:
+def test_a_payload_in_the_pickles_is_found(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.jit.script(nn.Linear(2, 2)).save(str(path))
     members = members_of(path)

@@ -65,7 +65,7 @@ def test_an_lstm_gives_the_same_from_both_forms(path: str, tmp_path: Path) -> No
     assert [bytes_of(part["state"][0][0]) for part in contents[4]] == expected
 
 
-def test_a_traced_module_has_them_except_for_what_became_a_constant_of_the_code(tmp_path: Path) -> None:
+def test_a_traced_module_lacks_only_constants_of_the_code(tmp_path: Path) -> None:
     module = MODELS["static convolutions"]()
     torch.jit.trace(module, torch.randn(2, 3, 8, 8)).save(str(tmp_path / "model.pt"))
     built = ckptfix.open_checkpoint(tmp_path / "model.pt").state_dict()
@@ -87,11 +87,11 @@ def test_a_traced_module_has_them_except_for_what_became_a_constant_of_the_code(
         ("a.__torch__.b", "a.__torch__.b.C"),
     ],
 )
-def test_the_python_class_of_a_compiled_one(module: str, expected: str) -> None:
+def test_the_python_class_of_a_compiled_class(module: str, expected: str) -> None:
     assert str(python_class(Global(module, "C"))) == expected
 
 
-def test_a_storage_of_packed_parameters_is_proved(tmp_path: Path) -> None:
+def test_a_storage_of_packed_parameters_is_verified(tmp_path: Path) -> None:
     module = quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), dtype=torch.qint8)
     path = tmp_path / "model.pt"
     torch.jit.script(module).save(str(path))
@@ -102,14 +102,14 @@ def test_a_storage_of_packed_parameters_is_proved(tmp_path: Path) -> None:
     assert finding.keys == ("0._packed_params._packed_params",)
 
 
-def test_what_has_no_end_is_refused() -> None:
+def test_endless_nesting_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(HostileError, match=f"deeper than {PACKED_DEPTH_LIMIT}"):
         unpacked(endless, "model.pt")
 
 
-def test_what_is_shared_is_unpacked_once() -> None:
+def test_shared_objects_are_unpacked_once() -> None:
     value: Any = ()
     for _ in range(60):
         value = (value, value)
