@@ -140,7 +140,7 @@ class Console(Struct):
 
     def progress(self, text: str) -> None:
         """Show on a terminal what is being done, until something else is written."""
-        if sys.stderr.isatty() and not self.quiet:
+        if is_live() and not self.quiet:
             self.end_progress()
             text_format = TextFormat.of(sys.stderr)
             shown = f"{text} …"
@@ -152,7 +152,7 @@ class Console(Struct):
     @contextmanager
     def showing_progress(self) -> Iterator[None]:
         """Show the progress of the work in the block: live on a terminal, otherwise as a line every ten seconds."""
-        meter = Meter(self.progress) if sys.stderr.isatty() else Meter(self.note, SELDOM)
+        meter = Meter(self.progress) if is_live() else Meter(self.note, SELDOM)
         with watched_by(meter):
             yield
 
@@ -248,6 +248,11 @@ def write_output(text: str) -> None:
     except OSError as error:
         _close_quietly(sys.stdout)
         raise WriteError(f"cannot write the report to stdout: {error.strerror}; redirect it elsewhere") from error
+
+
+def is_live() -> bool:
+    """Return whether stderr is a terminal that can erase a line."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _write_error(lines: Iterable[Line]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from ckptfix.cli.console import Console, time_text, write_output
+from ckptfix.cli.console import Console, is_live, time_text, write_output
 from ckptfix.core.finding import counted
 from ckptfix.core.options import option_words
 from ckptfix.core.wording import no_option, shell_join
@@ -52,7 +51,7 @@ class MigrationMeter(Struct):
     def show(self, summary: Summary) -> None:
         """Show the progress, if it is time to."""
         self._last = summary
-        if sys.stderr.isatty():
+        if is_live():
             self.console.progress(progress_text(summary))
         elif time.monotonic() - self._shown_at >= _EVERY:
             self._shown_at = time.monotonic()

@@ -260,7 +260,10 @@ def _plain_lines(edits: Sequence[Plain], limit: int | None) -> Iterator[str]:
     lines = []
     for (before, after), alike in _grouped(edits, lambda edit: (edit.before, edit.after)):
         places = [edit.where for edit in alike]
-        lines += [f"turn {before} into {after} at {place}" for place in (folded_places(places) if limit else places)]
+        lines += [
+            f"turn {before} into {after}{'' if place == '.' else f' at {place}'}"
+            for place in (folded_places(places) if limit else places)
+        ]
     shown = at_most(lines, limit)
     yield from shown
     if rest := len(lines) - len(shown):

@@ -161,7 +161,7 @@ def spec_text(spec: TensorSpec) -> str:
 def evidence_items(evidence: Mapping[str, Any], length: int | None = None) -> Iterator[str]:
     """Yield plain data as ``prefix module``, ``share 1``, …, each cut to ``length`` characters."""
     for name, value in evidence.items():
-        text = f"{name} {_figure(value)}"
+        text = _figure(value) if name == "." else f"{name} {_figure(value)}"  # of the file as a whole
         yield text if length is None else cut(text, length)
 
 

@@ -69,7 +69,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
     if keys:
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(keys), 'batch counter')} that are not int64[] ({', '.join(forms)})",
+            f"{counted(len(keys), 'batch counter')} stored as {', '.join(forms)} instead of int64[]",
             keys=keys,
             evidence={"forms": forms},
             fix=Fix.safe(edits),

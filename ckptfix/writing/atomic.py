@@ -117,9 +117,9 @@ class OwnFile(NamedTuple):
             with atomic_file(self.path) as file:
                 yield file
         except (OSError, WriteError) as error:
-            raise WriteError(
-                f"{self.path}: the {self.what} cannot be written ({error.__cause__ or error}); name another place"
-            ) from error
+            cause = error.__cause__ or error
+            reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else cause
+            raise WriteError(f"{self.path}: the {self.what} cannot be written: {reason}; name another place") from error
 
     def _is_own(self) -> bool:
         with self.path.open("rb") as file:

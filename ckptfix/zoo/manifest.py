@@ -10,6 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from enum import Enum
 from functools import lru_cache
@@ -44,7 +45,8 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a full disk: `append` has reported it
+            self._file.close()
 
     def load(self) -> Iterator[dict[str, Any]]:
         """Yield all lines in the order of the file, including replaced ones. Drops an incomplete last line.

@@ -265,3 +265,12 @@ def test_noop_without_a_watcher():
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (600, "10 min"), (7200 * 12, "24 h")])
 def test_times(seconds, text):
     assert time_text(seconds) == text
+
+
+def test_a_terminal_that_cannot_erase_a_line_shows_no_progress(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console()
+    console.progress("checking a.pth")
+    console.end_progress()
+    assert terminal.getvalue() == ""

@@ -16,6 +16,7 @@ import pytest
 from ckptfix.errors import UsageError, WriteError
 from ckptfix.writing import atomic
 from ckptfix.writing.atomic import (
+    OwnFile,
     atomic_file,
     deliver_file,
     deliver_files,
@@ -322,3 +323,13 @@ def test_a_name_that_is_too_long_is_refused_by_its_bytes(tmp_path):
     refuse_name(Path("/nowhere") / ("é" * 128))
     with pytest.raises(UsageError, match="the name has 256 bytes, and this file system takes 255"):
         refuse_name(tmp_path / ("é" * 128))
+
+
+def test_a_report_on_a_full_disk_says_so_in_words(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(atomic, "atomic_file", full)
+    words = "page.html: the report cannot be written: No space left on device; name another place"
+    with pytest.raises(WriteError, match=words), OwnFile(tmp_path / "page.html", "report", b"ckptfix").writing():
+        pass

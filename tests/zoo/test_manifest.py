@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import fields, replace
 
-from ckptfix.errors import UsageError
+from ckptfix.errors import UsageError, WriteError
 from ckptfix.report.page.data import WEIGHTS_VERSION
 from ckptfix.zoo.manifest import (
     MANIFEST_VERSION,
@@ -182,6 +182,14 @@ def test_a_torn_last_line_is_dropped(way, tmp_path):
             journal.append([line("d")])
         assert json.loads(path.read_bytes().splitlines()[0])["source"] == "a"
         assert path.read_bytes().endswith(b"}\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, of Linux")
+def test_a_full_disk_is_reported_with_the_name_of_the_journal(tmp_path):
+    (tmp_path / "manifest.jsonl").symlink_to("/dev/full")
+    full = pytest.raises(WriteError, match=r"manifest\.jsonl: cannot be written: No space left on device; make room")
+    with full, Journal(tmp_path / "manifest.jsonl") as journal:
+        journal.append([("a", b'{"source": "a"}\n')])
 
 
 def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
