@@ -15,7 +15,7 @@ import shutil
 import zlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
@@ -385,7 +385,8 @@ def list_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] |
     entries = list(place.walk())
     caches = {match[1] for entry in entries if (match := _SNAPSHOT.match(entry.name))}
     files = Files(entries, lambda name: not _REPOSITORY.isdisjoint(name.split("/")[:-1]) or _is_blob(name, caches))
-    names = None if listed is None else [_below(place, text) for text in listed]
+    known = frozenset(way for entry in entries if listed for way in _ways(entry.name))
+    names = None if listed is None else [_below(place, text, known) for text in listed]
     chosen = _choice(patterns, names)
     items = [
         group
@@ -397,10 +398,7 @@ def list_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] |
         for name, entry in files.entries.items()
         if name not in files.parts and chosen(name)
     ]
-    absent = dict.fromkeys(names or ())
-    for entry in entries if absent else ():
-        for way in _ways(entry.name):
-            absent.pop(way, None)
+    absent = dict.fromkeys(name for name in names or () if name not in known)
     items += [Item(name, 0, "", ItemKind.FILE, fault=ABSENT) for name in absent]
     return sorted(items, key=lambda item: item.name)
 
@@ -493,8 +491,12 @@ def _ways(name: str) -> Iterator[str]:
         name = name.rpartition("/")[0]
 
 
-def _below(place: Place, text: str) -> str:
-    """Return a listed name relative to the root: lists also contain full paths and URLs, and names with ``./``."""
+def _below(place: Place, text: str, known: Container[str]) -> str:
+    """Return a listed name relative to the root: lists also contain full paths and URLs, and names with ``./``.
+
+    A zoo ``old`` may have a folder ``old``, so a known name is taken as it is."""
+    if (name := posixpath.normpath(text)) in known:
+        return name
     name = text.removeprefix(f"{place.name}/")
     if place.root is not None and Path(name).is_absolute():
         name = os.path.relpath(name, place.root)

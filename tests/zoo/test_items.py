@@ -587,3 +587,14 @@ def test_shards_of_torchtune_are_one_folder_if_they_are_of_one_epoch(tmp_path: P
         torch.save({f"{file[9:13]}.weight": torch.ones(2)}, tmp_path / "zoo" / file)
     found = kinds(LocalPlace(str(tmp_path / "zoo")))
     assert found == ({".": FOLDER} if len(names) == 2 else dict.fromkeys(sorted(files), FILE))
+
+
+def test_a_listed_name_may_begin_like_the_zoo_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("old/a.pth", "old/old/a.pth", "old/b.pth"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        torch.save({"w": torch.ones(1)}, path)
+    place = open_place("old")
+    assert [item.name for item in list_zoo(place, (), ["old/a.pth"])] == ["old/a.pth"]  # as a printed command names it
+    assert [item.name for item in list_zoo(place, (), ["old/b.pth", "old/gone.pth"])] == ["b.pth", "gone.pth"]
