@@ -107,7 +107,17 @@ API: Any = ckptfix
     [
         pytest.param(lambda file: API.check(net(), file), "the source is of type Sequential", id="arguments swapped"),
         pytest.param(lambda file: API.load(str(file), net()), "pass the torch.nn.Module first", id="load swapped"),
-        pytest.param(lambda file: API.check(file, 5), "model is 5; pass a torch.nn.Module", id="a number as model"),
+        pytest.param(
+            lambda file: API.check(file, 5), "model is of type int; pass a torch.nn.Module", id="a number as model"
+        ),
+        pytest.param(
+            lambda file: API.check(file, net().state_dict()),
+            "model is of type OrderedDict; pass",
+            id="a state_dict as model",
+        ),
+        pytest.param(
+            lambda file: API.check(file, smoke=False), "no setting 'smoke'; it is one of repair", id="of repair"
+        ),
         pytest.param(lambda file: API.check(file, nn.Linear), "pass a torch.nn.Module", id="a class as model"),
         pytest.param(lambda file: API.check(file, net(), like=file), "exclude each other", id="two targets"),
         pytest.param(lambda file: API.check(file, colour="red"), "check() has no setting 'colour'", id="setting"),
@@ -223,6 +233,19 @@ def test_a_mostly_untrained_model_is_written_only_on_request(tmp_path, allow_unt
     report = ckptfix.repair(part, net(), output=tmp_path / "out.pth", **settings).report
     assert report.exit_code == 1
     assert (tmp_path / "out.pth").exists() is allow_untrained
+
+
+def test_a_model_that_would_be_mostly_untrained_is_loaded_only_when_that_is_asked_for():
+    part = {key: value for key, value in PART.items() if not key.startswith("0.")}
+    model = net()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    refused = pytest.raises(
+        ckptfix.TargetError, match=r"parameters of Sequential come from the file; .*allow_untrained"
+    )
+    with refused:
+        ckptfix.load(model, part, fill="target")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert ckptfix.load(model, part, fill="target", allow_untrained=True).exit_code == 1
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.encoder."])

@@ -43,6 +43,7 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         if name not in known:
             close = nearest(name, known, 0.7)
             hint = f"; did you mean {close!r}?" if close else ""
+            hint = "; it is one of repair()" if name in settings_of(REPAIR) else hint
             raise UsageError(f"{function}() has no setting {name!r}{hint}")
         is_free = (value is None and getattr(defaults, name) is None) or name in _OF_SEVERAL_TYPES
         own[name] = value if is_free else typed_value(BY_NAME[name], value)

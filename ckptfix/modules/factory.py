@@ -38,7 +38,8 @@ def target_of(
         return target_from_factory(model, arguments, seed)
     if model is not None:
         if not hasattr(model, "named_modules") or isinstance(model, type):
-            raise UsageError(f"model is {model!r:.60}; pass a torch.nn.Module or the string pkg.mod:factory")
+            given = repr(model) if isinstance(model, type) else f"of type {type(model).__name__}"
+            raise UsageError(f"model is {given}; pass a torch.nn.Module or the string pkg.mod:factory")
         return _target(model)
     assert like is not None, "nothing to fit"
     if (text := os.fspath(like)).startswith(KNOWN):

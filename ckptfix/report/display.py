@@ -15,7 +15,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.core.report import Call, Repair, Report
 from ckptfix.errors import HostileError, TargetError
-from ckptfix.report.style import Line, TextFormat
+from ckptfix.report.style import Line, TextFormat, percent
 
 if TYPE_CHECKING:
     from ckptfix.report.advice import Presentation
@@ -84,7 +84,8 @@ def log_doubts(report: Report) -> None:
 
 
 def refuse_misfit(report: Report) -> None:
-    """Raise ``TargetError`` if a strict load of the result would fail, ``HostileError`` for an attack."""
+    """Raise ``TargetError`` if a strict load of the result would fail or leave most of the model untrained, and
+    ``HostileError`` for an attack."""
     if any(Blocks.LOADING in finding.blocks for finding in report.remaining):
         raise HostileError(f"{report.source}: the file is built to run code; do not use it (`ckptfix check` shows why)")
     if left := report.obstacles:
@@ -97,6 +98,13 @@ def refuse_misfit(report: Report) -> None:
         raise TargetError(
             f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "
             f"{reasons or 'the rules with details were not selected'}; {hint}"
+        )
+    coverage = report.coverage
+    if report.is_refused and coverage is not None and coverage.untrained:
+        share = percent(coverage.parameters - coverage.untrained, coverage.parameters)
+        raise TargetError(
+            f"{report.source}: only {share} of the parameters of {report.target} come from the file; load the model"
+            " that it belongs to, or pass allow_untrained=True"
         )
 
 
