@@ -325,8 +325,10 @@ def _inference(source: Shapes, target: Shapes, tied: TieGroups) -> Inference | N
     unplaced = {key for key in wanted if source.get(key) != target[key]}
     if not _is_moved(source, target):
         return None
-    if known := look_up(source, target, tied) or spelled(source, target):
+    if known := look_up(source, target, tied):
         return known
+    if known := spelled(source, target):
+        return _completed(known, tied)
     inference = infer_tied(source, target, tied)
     if _is_much(len(unplaced), len(wanted)):
         return inference if len(wanted.intersection(inference.matches)) >= COVERED * len(wanted) else None
@@ -341,6 +343,20 @@ def _inference(source: Shapes, target: Shapes, tied: TieGroups) -> Inference | N
         }
         inference = replace(inference, matches=matches)
     return inference if moved <= _passed_on(unplaced, inference) else None
+
+
+def _completed(known: Inference, tied: TieGroups) -> Inference:
+    """Return a map by spelling with what the trees explain of the rest, which a second pass would find."""
+    names = {name: key for key, name in known.single_sources.items()}
+    renamed = {names.get(key, key): shape for key, shape in known.source.items()}
+    missing, unused = set(known.missing), set(known.unused)
+    more = _inference(renamed, known.target, tied) if missing and unused else None
+    likely = {
+        key: replace(each, label=min(each.label, Label.LIKELY))
+        for key, each in (more.matches.items() if more is not None else ())
+        if key in missing and unused.issuperset(part.source for part in each.parts)
+    }
+    return replace(known, matches=known.matches | likely)
 
 
 def _passed_on(unplaced: set[str], inference: Inference) -> set[str]:

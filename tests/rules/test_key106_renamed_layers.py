@@ -307,6 +307,19 @@ def test_names_with_another_separator(front, between, classes):
     assert all(torch.equal(done[key], value) for key, value in source.state_dict().items() if "fc." not in key)
 
 
+def test_layers_with_other_names_beside_names_with_underscores():
+    """One fix has both: after the first, a second pass would propose the rest."""
+    model = Stages()
+    names = {key: key.replace("fc.", "head.") for key in model.state_dict()}
+    first = next(key for key in names if key.endswith("weight"))
+    names[first] = first.replace(".", "_")
+    state = {names[key]: tensor.clone() for key, tensor in model.state_dict().items()}
+    assert not ckptfix.repair_state_dict(state, model, values=False)[1].fixed
+    done, report = ckptfix.repair_state_dict(state, model, values=False, rename_layers=True)
+    assert report.exit_code == 0
+    assert all(torch.equal(done[key], state[name]) for key, name in names.items())
+
+
 def test_a_renamed_tensor_keeps_its_shape():
     source, target = Stages(), Stages()
     target.fc = nn.Linear(8, 5)
