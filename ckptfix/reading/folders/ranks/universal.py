@@ -33,12 +33,21 @@ GROUPS = "optimizer_state.pt"
 
 def find(folder: Path) -> Path | None:
     """Return the folder of a tag with a folder for each parameter; None if there is none."""
-    return tagged(folder, LATEST, _masters)
+    return _above(folder / MASTER) or tagged(folder, LATEST, _masters)
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of the checkpoint if the file has its model states; None otherwise."""
-    return file.parent if ZERO_MODEL.fullmatch(file.name) and _masters(file.parent) else None
+    """Return the folder of the checkpoint if the file has its model states or a part of it; None otherwise."""
+    return file.parent if ZERO_MODEL.fullmatch(file.name) and _masters(file.parent) else _above(file)
+
+
+def _above(file: Path) -> Path | None:
+    """Return the folder of the checkpoint of which the file has a parameter or the optimizer's groups, if it has model
+    states; None otherwise."""
+    for place in (folder.parent for folder in file.parents[:2] if folder.name == PARAMETERS):
+        if _masters(place) and any(ZERO_MODEL.fullmatch(child.name) for child in place.iterdir()):
+            return place
+    return None
 
 
 def _masters(folder: Path) -> bool:

@@ -50,7 +50,14 @@ def test_the_folder_of_the_tag_and_its_model_states_are_the_same_checkpoint(tmp_
     folder, _ = unpacked(STAGES[0], tmp_path)
     keys = ckptfix.open_checkpoint(folder).keys()
     assert ckptfix.open_checkpoint(folder / TAG).keys() == keys
-    assert ckptfix.open_checkpoint(folder / TAG / "mp_rank_00_model_states.pt").keys() == keys
+    for part in ("mp_rank_00_model_states.pt", "zero", "zero/l1.weight", "zero/l1.weight/fp32.pt"):
+        assert ckptfix.open_checkpoint(folder / TAG / part).keys() == keys, part
+
+
+def test_a_parameter_without_model_states_is_a_file_of_its_own(tmp_path: Path) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    (folder / TAG / "mp_rank_00_model_states.pt").unlink()
+    assert ckptfix.open_checkpoint(folder / TAG / "zero/l1.weight/fp32.pt").keys() == ["param"]
 
 
 @pytest.mark.parametrize(
