@@ -67,6 +67,9 @@ PARTITION = frozenset(
     " checkpoint_parallel_dimensions ds_autoep_layers".split()
 )
 
+# The attribute that stage 3 sets on the empty parameters of model states.
+_NUMBER_OF_PARAMETER = "ds_id"
+
 # Entries of model states that are equal on all ranks of a run.
 _SETTINGS = ("ds_config", "ds_version", "lr_scheduler", "dp_world_size", "global_samples", "skipped_steps")
 
@@ -154,6 +157,7 @@ def document(files: RankFiles) -> Document:
     merged = container(files, root, weights, masters and masters.optimizer, bool(optim or root.get("optimizer")))
     if "args" in merged:
         merged["args"] = megatron.whole_arguments(merged["args"])
+    files.remarks.pop(Fact(Kind.ATTRIBUTE_OF_TENSOR, _NUMBER_OF_PARAMETER), None)
     files.note_renamed()
     note_masters(files, root["module"], masters.tensors if masters else {})
     note_copies(files.remarks, joining.differing, megatron.may_drift(root))
