@@ -138,6 +138,8 @@ def read_folder(path: str, salvage: bool) -> Document:
                 return merged
         if (items := _read_items(folder, salvage)) is not None:
             return items
+        if (only := _only(folder)) is not None:
+            return read_folder(str(only), salvage) if only.is_dir() else read_document(Content.of_file(str(only)))
         raise UnreadableError(f"{path}: {_contents(folder)}")
     except OSError as error:
         raise UnreadableError(f"{path}: {why_unopened(path, error)}") from error
@@ -347,6 +349,14 @@ def _checkpoints(folder: Path) -> list[Path]:
         found += [place] * is_one
         pending += [(child, depth + 1) for child in below if not is_one]
     return found
+
+
+def _only(folder: Path) -> Path | None:
+    """Return the only checkpoint in a folder, a file or a subfolder, by its name; None if there are several."""
+    folders = _checkpoints(folder)
+    files = [path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(depth) if _is_likely(path.name)]
+    found = [*folders, *(path for path in files if path.is_file() and not {*path.parents} & {*folders})]
+    return found[0] if len(found) == 1 else None
 
 
 def _contents(folder: Path) -> str:

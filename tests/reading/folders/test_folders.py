@@ -42,8 +42,6 @@ def test_other_folders_say_what_is_in_them(tmp_path: Path, files: list[str], sai
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        pytest.param(["model.pth", "saved_model.pb"], "name one of the files in it: model.pth", id="torch-beside-tf"),
-        pytest.param(["mp_rank_00/model_optim_rng.pt"], "name one of the files in it: mp_rank_00", id="megatron-alone"),
         pytest.param(
             ["saved_model.pb", "variables/variables.index"], "a SavedModel of TensorFlow; load it", id="saved-model"
         ),
@@ -53,7 +51,11 @@ def test_other_folders_say_what_is_in_them(tmp_path: Path, files: list[str], sai
         pytest.param([".snapshot_metadata", "0/model/fc.weight"], "a snapshot of torchsnapshot", id="torchsnapshot"),
         pytest.param(["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"], "a checkpoint of Orbax", id="orbax"),
         pytest.param(["w/common.pt", "w/metadata.json", "w/decoder.weight/.zarray"], "arrays of zarr", id="zarr"),
-        pytest.param(["blobs/0a", "snapshots/5b/model.safetensors"], "a cache of the Hugging Face Hub; name", id="hub"),
+        pytest.param(
+            ["blobs/0a", *(f"snapshots/{n}/model.safetensors" for n in "ab")],
+            "a cache of the Hugging Face Hub; name",
+            id="hub",
+        ),
         pytest.param(["byteorder", "data/0"], "but not its data.pkl, which has their names; unpack", id="no-pickle"),
         pytest.param(["Manifest.json", "Data/com.apple.CoreML/m.mlmodel"], "a Core ML package", id="core-ml"),
         pytest.param(
@@ -72,6 +74,31 @@ def test_folders_of_others_are_named(tmp_path: Path, files: list[str], said: str
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(UnreadableError, match=said):
         ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("model.pth", id="file"),
+        pytest.param("iter_0000010/mp_rank_00/model_optim_rng.pt", id="one-rank-of-megatron"),
+        pytest.param("model_world_size_1_rank_0.pt", id="one-rank-of-fsdp"),
+    ],
+)
+def test_the_only_checkpoint_in_a_folder_is_taken(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+    torch.save({"a": torch.ones(2)}, tmp_path / name)
+    for beside in ("saved_model.pb", "latest_checkpointed_iteration.txt"):
+        (tmp_path / beside).write_text("10")
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert (checkpoint.path, checkpoint.keys()) == (str(tmp_path / name), ["a"])
+
+
+def test_the_only_folder_of_several_files_is_taken(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / "run" / f"iter_1/mp_rank_0{rank}").mkdir(parents=True)
+        save = {"model": {"a.norm.weight": torch.ones(2)}, "iteration": 1, "args": {}}
+        torch.save(save, tmp_path / "run" / f"iter_1/mp_rank_0{rank}/model_optim_rng.pt")
+    assert ckptfix.open_checkpoint(tmp_path).keys() == ["a.norm.weight"]
 
 
 def test_a_folder_above_checkpoints_names_them(tmp_path: Path) -> None:
