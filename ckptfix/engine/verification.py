@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import Content, are_equal, located, stream
+from ckptfix.bytes.sources import Content, located
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.metadata import metadata_text
 from ckptfix.core.objects import tensors_in
@@ -56,7 +56,7 @@ def verify_tree(temporary: Path, expected: object, output: Path) -> None:
     found = list(tensors_in(read_document(Content.of_file(str(temporary))).root))
     wanted = list(tensors_in(expected))
     is_equal = len(found) == len(wanted) and all(
-        (one.dtype, one.shape) == (other.dtype, other.shape) and _same_blocks(other, one, str(output))
+        (one.dtype, one.shape) == (other.dtype, other.shape) and have_same_bytes(other, one, str(output))
         for one, other in zip(found, wanted, strict=True)
     )
     if not is_equal:
@@ -162,7 +162,7 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
             pair = _range(before, after, of_files)
             if pair is not None and read_back.has(pair):
                 known += pair.nbytes
-            elif not _same_blocks(before, after, expected.path):
+            elif not have_same_bytes(before, after, expected.path):
                 return f"the bytes of {key}"
             else:
                 task.advance(before.nbytes)
@@ -170,14 +170,11 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
     return ""
 
 
-def _is_same_view(before: TensorSpec, after: TensorSpec) -> bool:
-    """Return whether the bytes of two tensors can be compared as they are stored, without row-major copies."""
-    return before.strides == after.strides and before.math_bits == after.math_bits
-
-
 def _range(before: TensorSpec, after: TensorSpec, of_files: dict[int, bool]) -> _Range | None:
     """Return the range of bytes of a tensor, None if it is not one range in the same order on both sides."""
-    if before.storage is None or after.storage is None or not _is_same_view(before, after):
+    if before.storage is None or after.storage is None:
+        return None
+    if (before.strides, before.math_bits) != (after.strides, after.math_bits):
         return None
     source, file = located(before.storage.source), located(after.storage.source)
     (offset, stop), (start, end) = before.extent, after.extent
@@ -191,9 +188,3 @@ def _range(before: TensorSpec, after: TensorSpec, of_files: dict[int, bool]) -> 
             return None  # otherwise a change of the source would go unnoticed
     whole, first = (before.storage.source, 0) if source is None else (source.file, source.offset)
     return _Range(whole, first + offset, file.file, file.offset + start, stop - offset)
-
-
-def _same_blocks(before: TensorSpec, after: TensorSpec, path: str) -> bool:
-    if _is_same_view(before, after) and before.storage is not None and after.storage is not None:
-        return are_equal(stream(before.storage.source, *before.extent), stream(after.storage.source, *after.extent))
-    return have_same_bytes(before, after, path)

@@ -51,6 +51,11 @@ def row_major_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
 
 def have_same_bytes(one: TensorSpec, other: TensorSpec, path: str) -> bool:
     """Return whether two strided tensors of one dtype and shape have the same elements, bit for bit."""
+    is_alike = (one.strides, one.math_bits) == (other.strides, other.math_bits)
+    if is_alike and one.storage is not None and other.storage is not None:
+        start, stop = one.extent
+        if stop - start <= one.nbytes:  # without other bytes between the elements
+            return are_equal(stream(one.storage.source, start, stop), stream(other.storage.source, *other.extent))
     return are_equal(row_major_blocks(one, path), row_major_blocks(other, path))
 
 

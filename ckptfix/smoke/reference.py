@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -16,10 +15,9 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.lazy import nn, torch
 from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.core.smoke_result import Comparison
-from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import target_from_module
 from ckptfix.errors import CkptfixError
-from ckptfix.reading.boxes import row_major_bytes
+from ckptfix.reading.folders.chunks import is_same
 from ckptfix.reading.opening import open_file
 from ckptfix.rules import FOR_LOADING
 from ckptfix.smoke.forward import LoadedModel, Pass, forward, load_strictly
@@ -135,13 +133,5 @@ def compare_with_reference(
     seen = compare_outputs(run.outputs, other.outputs, label, dtype_name(subject.dtype))
     if seen.identical or seen.unlike:
         return seen
-    differing = sum(_differ(spec, theirs.specs.get(key)) for key, spec in tested.specs.items())
+    differing = sum(not is_same(spec, theirs.specs.get(key), theirs.path) for key, spec in tested.specs.items())
     return replace(seen, differing=differing, tensors=len(tested.specs))
-
-
-def _differ(left: TensorSpec, right: TensorSpec | None) -> bool:
-    """Return whether two stored tensors differ in dtype, shape, layout or bytes."""
-    if right is None or (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
-        return True
-    pairs = zip_longest(left.strided_parts(), right.strided_parts())
-    return any(a is None or b is None or row_major_bytes(a, "") != row_major_bytes(b, "") for a, b in pairs)

@@ -5,7 +5,7 @@ import torch
 
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.boxes import row_major, row_major_blocks, row_major_bytes
+from ckptfix.reading.boxes import have_same_bytes, row_major, row_major_blocks, row_major_bytes
 from ckptfix.reading.tensors import spec_of_tensor
 from tests.checks import bytes_of
 from tests.reading.state_dicts import STRIDED, pattern
@@ -48,6 +48,29 @@ def test_a_transposed_tensor_is_read_in_pieces():
     finally:
         tracemalloc.stop()
     assert firsts == [at * 4096 % (1 << 24) + at // 4096 for at in range(0, 4096 * 4096, 4096 * 4096 // len(firsts))]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda base: base, id="contiguous"),
+        pytest.param(lambda base: base.t(), id="transposed"),
+        pytest.param(lambda base: base[::2, 1:], id="with other elements between"),
+        pytest.param(lambda base: base[:1].expand(3, 4), id="expanded"),
+    ],
+)
+def test_equal_elements_are_compared_in_any_layout(view):
+    base = torch.arange(24.0).reshape(6, 4)
+    one = view(base)
+    other = view(torch.full_like(base, 7.0))
+    if other.stride()[0]:
+        other.copy_(one)
+    else:
+        other[:1].copy_(one[:1])
+    for copy in (other, one.contiguous()):
+        assert have_same_bytes(spec_of_tensor(one), spec_of_tensor(copy), "f")
+    other[-1, -1] += 1
+    assert not have_same_bytes(spec_of_tensor(one), spec_of_tensor(other), "f")
 
 
 @pytest.mark.parametrize(
