@@ -147,12 +147,18 @@ def _is_object(edit: Plain) -> bool:
     return is_class and edit.after != "torch.Tensor" and not is_data_class(edit.before)
 
 
+def _within(*places: str) -> tuple[str, ...]:
+    """Return how the names of all places inside some places begin."""
+    return tuple("" if place == "." else f"{place}{sign}" for place in places for sign in (".", "["))
+
+
 def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain], lost: Iterable[str]) -> Iterator[Finding]:
     """Note what the file has and the output lacks, or has in another form, besides the ``lost`` entries of the
     state_dict, which have findings of their own."""
     attributes = own_attributes(value_at(checkpoint.root, checkpoint.container))
     on_tensors = [remark.place for remark in checkpoint.remarked(Kind.ATTRIBUTE_OF_TENSOR)]
-    programs = [clause(remark) for remark in checkpoint.remarked(Kind.TORCHSCRIPT)]
+    programs = [remark.place for remark in checkpoint.remarked(Kind.TORCHSCRIPT)]
+    pickles = [remark.place for remark in checkpoint.remarked(Kind.PLAIN_PICKLE)]
     storages = [edit.where for edit in conversions if edit.before == BARE_STORAGE]
     nested = tuple(edit.where for edit in conversions if edit.before in _NESTED)
     parts = (*nested, *(path_name((*checkpoint.container, key)) for key in lost))
@@ -160,16 +166,17 @@ def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain], los
         ("left_out", attributes, "attribute", "of the module, which neither a state_dict nor the output has"),
         ("left_out", on_tensors, "attribute", "set on tensors by code, which the output will not have"),
         ("storages", storages, "storage", "without a tensor: torch.load reads them, but the output has tensors"),
-        (
-            "program",
-            programs,
-            "program",
-            "that torch.jit.load runs without the model's class: the output has its weights only",
-        ),
+        ("programs", programs, "program", "that torch.jit.load runs without the model's class: the output has no code"),
+        ("pickles", pickles, "plain pickle", "that code reads with pickle.load, which cannot read the output"),
     ):
         if places:
             yield rule.finding(Level.NOTE, f"{counted(len(places), what)} {said}", evidence={name: places})
-    objects = {edit.where: edit.before for edit in conversions if _is_object(edit) and not edit.where.startswith(parts)}
+    objects: dict[str, str] = {}
+    known = _within(*parts)
+    inside: tuple[str, ...] = ()
+    for edit in conversions:  # each object comes before what is in it
+        if _is_object(edit) and edit.where not in parts and not edit.where.startswith((*known, *inside)):
+            objects[edit.where], inside = edit.before, _within(edit.where)
     if objects:
         yield rule.finding(
             Level.NOTE,

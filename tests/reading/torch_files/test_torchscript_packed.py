@@ -37,7 +37,7 @@ def scripted(module: nn.Module, folder: Path) -> Path:
 def test_the_state_dict_is_torchs_own_and_loads_strictly(build: Any, tmp_path: Path) -> None:
     module = build()
     report = ckptfix.repair(scripted(module, tmp_path), output=tmp_path / "out.pth").report
-    assert (report.exit_code, [finding.code for finding in report.findings]) == (0, ["FIL102"])
+    assert (report.exit_code, {finding.code for finding in report.findings}) == (0, {"FIL102"})
     written = torch.load(tmp_path / "out.pth", weights_only=True)
     expected = module.state_dict()
     same(
@@ -52,7 +52,7 @@ def test_an_lstm_gives_the_same_from_both_forms(path: str, tmp_path: Path) -> No
     module: Any = dynamic(nn.LSTM(2, 3))
     file = scripted(module, tmp_path) if path == "scripted" else saved(module, tmp_path)
     report = ckptfix.repair(file, output=tmp_path / "out.pth").report
-    (left,) = report.remaining
+    left = next(finding for finding in report.remaining if finding.level is Level.ERROR)
     assert (left.code, left.level, left.keys) == ("FIL102", Level.ERROR, ("0._all_weight_values.0.param",))
     assert report.output is None
     ckptfix.repair(file, output=tmp_path / "out.pth", ignore=("FIL102",))
