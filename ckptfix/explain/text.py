@@ -188,7 +188,7 @@ _RECORDS = ("constants.pkl", "data.pkl", "tensors.pkl")  # members of an archive
 _QUOTED_FILE = re.compile(rf"""(["'])((?:(?!\1)[^\n\r]){{1,300}}\.(?:{_SUFFIXES}))\1""", re.IGNORECASE)
 _QUOTED_FOLDER = re.compile(r"""Is a directory: (["'])([^\n\r]{1,300}?)\1""", re.IGNORECASE)
 _BARE_FILE = re.compile(
-    rf"(?<![\w./\\~\-])([\w./\\~\-][\w./\\~:\-]{{0,300}}\.(?:{_SUFFIXES}))(?![\w\-]|\.\w)", re.IGNORECASE
+    rf"(?<![^\s'\"`(\[{{<=:,;|])([\w./\\~\-][\w./\\~:\-]{{0,300}}\.(?:{_SUFFIXES}))(?![\w\-]|\.\w)", re.IGNORECASE
 )
 
 

@@ -86,6 +86,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "unknown-encoder-weights": (),
     "model-did-not-load": (
+        "ValueError: Something went wrong! Model is not loaded yet ...",
         "AttributeError: 'NoneType' object has no attribute 'is_sdxl'",
         "Stable diffusion model failed to load",
         "AttributeError: 'NoneType' object has no attribute 'sd_model_hash'",
@@ -248,6 +249,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "SystemError: unknown opcode",
     ),
     "source-changed": (
+        "UserWarning: Unable to retrieve source for container of type DataParallel.",
         "serialization.py:868: SourceChangeWarning: source code of class 'models.resnet.ResNet' has changed.",
     ),
     "optimizer-groups": (
@@ -295,6 +297,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "dist-packages/torch/nn/modules/activation.py'>",
     ),
     "missing-module": (
+        "WARNING runs/best.pt appears to require 'ultralytics.nn', which is not in ultralytics requirements.",
         "ModuleNotFoundError: No module named 'omegaconf._utils'",
         "AttributeError: module 'omegaconf._utils' has no attribute 'is_primitive_type'",
         "AttributeError: module 'models.common' has no attribute 'SPPF'",
@@ -440,6 +443,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "EOFError",
     ),
     "damaged-archive": (
+        "zipfile.BadZipFile: Bad CRC-32 for file 'archive/data/0'",
         "RuntimeError: record size does not match",
         "RuntimeError: [enforce fail at inline_container.cc:345] . PytorchStreamReader failed reading file data/0:"
         " CRC-32 check failed",
@@ -448,7 +452,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: [enforce fail at inline_container.cc:145] . PytorchStreamReader failed reading zip archive:"
         " invalid header or archive is corrupted",
         "RuntimeError: PytorchStreamReader failed reading file data/3: file read failed",
-        "zipfile.BadZipFile: File is not a zip file",
     ),
     "truncated-file": (
         "_pickle.UnpicklingError: NEWOBJ class argument must be a type, not dict",
@@ -765,6 +768,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.",
     ),
     "meta-tensor": (
+        "RuntimeError: Attempted to set the storage of a tensor on device 'cpu' to a storage on different device"
+        " 'meta'.  This is no longer allowed; the devices must match.",
         "RuntimeError: Tensor on device cpu is not on the expected device meta!",
         "RuntimeError: Tensor on device meta is not on the expected device cuda:0!",
         "UserWarning: for fc.weight: copying from a non-meta parameter in the checkpoint to a meta parame"
@@ -1170,5 +1175,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "model-file-of-torchserve": (),
     "pickle-over-4-gb": (),
     "path-not-model": ("AttributeError: 'str' object has no attribute 'eval'",),
+    "not-a-zip": (),
 }
 """More wordings of each record than its own example, by the record's name."""

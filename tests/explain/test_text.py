@@ -338,6 +338,8 @@ def test_the_parts_of_a_chain():
         ("torch.load('a.pth') # a.pth", "a.pth"),
         ("python test.py --weights runs/best.pt --img 640", "runs/best.pt"),
         (r"C:\models\net.ckpt", r"C:\models\net.ckpt"),
+        (r"Error verifying pickled file from V:/!SDModels\net.ckpt:", None),  # a part of a path is no path
+        ("loading <model.pth>", "model.pth"),
         ("[Errno 2] No such file or directory: 'model.safetensors'", "model.safetensors"),
         ("IsADirectoryError: [Errno 21] Is a directory: 'out 1/checkpoint-500'", "out 1/checkpoint-500"),
     ],
