@@ -138,7 +138,7 @@ def read_folder(path: str, salvage: bool) -> Document:
                 return merged
         if (items := _read_items(folder, salvage)) is not None:
             return items
-        if (only := _only(folder)) is not None:
+        if (only := only_checkpoint(folder)) is not None:
             return read_folder(str(only), salvage) if only.is_dir() else read_document(Content.of_file(str(only)))
         raise UnreadableError(f"{path}: {_contents(folder)}")
     except OSError as error:
@@ -351,7 +351,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     return found
 
 
-def _only(folder: Path) -> Path | None:
+def only_checkpoint(folder: Path) -> Path | None:
     """Return the only checkpoint in a folder, a file or a subfolder, by its name; None if there are several."""
     folders = _checkpoints(folder)
     files = [path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(depth) if _is_likely(path.name)]

@@ -444,6 +444,9 @@ def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
     return tuple([candidate for candidate in several if candidate.numel > candidate.tensors] or several)
 
 
+_FRAGMENTS = ("frozen_param_fragments",)  # copies of weights in DeepSpeed's model states
+
+
 def beside(
     ranked: list[Candidate], found: Mapping[ContainerPath, Mapping[Any, Any]], taken: ContainerPath
 ) -> Iterator[Fact]:
@@ -454,7 +457,7 @@ def beside(
     optimizers."""
     sets = {*plausible(ranked), *(candidate for candidate in ranked if candidate.path == taken)}
     for candidate in ranked:
-        is_large = SHARE * candidate.numel >= ranked[0].numel
+        is_large = SHARE * candidate.numel >= ranked[0].numel and candidate.path[-1:] != _FRAGMENTS
         if candidate not in sets and is_large and any(map(_is_of_layer, found[candidate.path])):
             yield Fact.of(Kind.WEIGHTS_BESIDE, candidate.name, tensors=candidate.tensors, numel=candidate.numel)
 

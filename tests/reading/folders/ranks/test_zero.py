@@ -816,3 +816,16 @@ def test_parts_are_not_guessed(tmp_path: Path, parts: Any, info: dict[str, Any],
     write_parts(tmp_path, parts, **info)
     with pytest.raises(UnreadableError, match=said):
         ckptfix.open_checkpoint(tmp_path)
+
+
+def test_copies_of_frozen_weights_are_not_another_set(tmp_path: Path) -> None:
+    folder, _ = unpacked("zero2_w2_bf16_g2", tmp_path)
+    alone = (folder / "global_step2" / "mp_rank_00_model_states.pt").rename(tmp_path / "mp_rank_00_model_states.pt")
+    root: Any = ckptfix.open_checkpoint(alone).root
+    assert root["frozen_param_fragments"].keys() == {"frozen.weight", "frozen.bias"}
+    assert ckptfix.check(alone).findings == ()
+
+
+def test_the_attribute_of_empty_parameters_is_not_noted(tmp_path: Path) -> None:
+    folder, _ = unpacked("zero3_w3_bf16_g2", tmp_path)
+    assert {finding.code for finding in ckptfix.check(folder).findings} == {"FIL105"}
