@@ -230,10 +230,10 @@ class Delta(Struct, frozen=True, forbid_unknown_fields=True):
     vector), ``rows`` (the rows of ``rows`` are replaced), ``whole`` (the whole tensor is), or a type of peft
     (``METHODS``; ``bat`` is a variant of MiSS), with ``number`` and ``bound`` from its configuration. ``transposed``:
     the tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype before it is added.
-    ``is_narrow``: the factors are rounded to it too. ``weight`` is the user's factor of ``scaling``. ``expert``:
-    the factors belong to all experts, and this tensor is part of one: the expert's number, the number of experts, and
-    the first row of the product and one past the last. ``within``: the first row that changes and one past the last, in
-    a matrix or in the rows of all experts, concatenated."""
+    ``is_narrow``: the factors are rounded to it too. ``weight`` is the user's factor of ``scaling``. ``expert``: the
+    factors belong to all experts, and this tensor is part of one: the expert's number, the number of experts, and the
+    first row of the product and one past the last; the same for the parts of a fused layer. ``within``: the first row
+    that changes and one past the last, in a matrix or in the rows of all experts, concatenated."""
 
     adapter: str
     form: Annotated[str, _one_of(*FORMS)]

@@ -65,6 +65,8 @@ _VARIANTS = {
 # Settings of peft under which each layer has a further tensor, and its role.
 _LAYERS_HAVE = {"use_dora": "magnitude", "lora_bias": "bias"}
 
+_OF_LITGPT = "lit_model.pth.lora"
+
 _MERGED = ("LORA", "LOHA", "LOKR", "IA3", "TRAINABLE_TOKENS", "LN_TUNING", *METHODS)
 
 # Types that cannot be merged into weights, each with the reason.
@@ -115,7 +117,7 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
         from ckptfix.reading.folders.folders import ADAPTERS, weights_file  # only a merge needs it
 
         # Beside the adapter, torchtune saves the merged model, and trl a value head.
-        own = [str(file) for name in ADAPTERS if (file := Path(path) / name).is_file()]
+        own = [str(file) for name in (*ADAPTERS, _OF_LITGPT) if (file := Path(path) / name).is_file()]
         path = own[0] if len(own) == 1 and weights_file(path) is None else path
         adapter = adapter_in(open_file(path), path, config_beside(path))
     _refuse(adapter)
@@ -263,7 +265,7 @@ def check_alone(adapter: Adapter) -> None:
         if any(spec.numel == 0 for spec in specs):
             words = f"{layer.module} has an empty matrix, as ZeRO-3 and FSDP save parameters that were not gathered"
             raise adapter.refused(words, "gather them and save the adapter again")
-        if not adapter.config or not specs or adapter.method is not None:
+        if not adapter.config or not specs or adapter.method is not None or adapter.parts(layer):
             continue
         adapter.scaling(layer)
         rank, one, settings = adapter.rank(layer), adapter.with_rank(layer), adapter.settings(layer)

@@ -5,7 +5,7 @@ Only names, shapes and the configuration are read here; rules find the layers of
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -211,6 +211,8 @@ class Adapter(Struct, frozen=True):
         if "hada_w1_a" in of_end:
             first = int(CORES[0] in of_end)
             return frozenset((*of_end["hada_w1_a"][first : first + 1], *of_end["hada_w1_b"][1:2]))
+        if self.parts(layer):
+            return frozenset(of_end["A"][1:2])
         if "A" in of_end:
             return frozenset((*of_end["A"][1:2], *of_end["B"][:1]))
         return frozenset(of_end.get("diff", ()))
@@ -225,6 +227,11 @@ class Adapter(Struct, frozen=True):
             return (pair[0][1], pair[1][1], *core.shape[2:]) if core.shape[:2] == (pair[0][0], pair[1][0]) else ()
         fits = len(pair[0]) == len(pair[1]) == 2 and pair[0][1] == pair[1][0]
         return (pair[0][0], pair[1][1]) if fits else ()
+
+    def parts(self, layer: AdapterLayer) -> Sequence[tuple[int, int]]:
+        """Return the first row and one past the last of each part that the matrices of a fused layer of LitGPT change;
+        empty for any other layer."""
+        return self.config.get("qkv") or () if layer.module.endswith("attn.qkv") and "A" in layer.keys else ()
 
     def with_rank(self, layer: AdapterLayer) -> TensorSpec | None:
         """Return the spec of the tensor of a layer whose first axis is the rank."""

@@ -319,12 +319,16 @@ def _placed(
     )
     is_parameter = is_stacked and ("experts" in key.split(".") or key.endswith(".gate.weight"))
     for real, expert, within in places.get(key, [(key, (), ())]):
-        if (expert or within) and (delta.form not in ("linear", "experts") or delta.transposed or delta.has_magnitude):
+        is_matrices = delta.form in ("linear", "experts") and not (
+            delta.transposed or delta.has_magnitude or delta.within
+        )
+        if (expert or within) and not is_matrices:
             words = f"changes {layer.module} as in another release or library, and not by two matrices"
             remedy = f"merge it into a base with its names: in this one, {key} is fused or split ({real})"
             raise adapter.refused(words, remedy)
         form = "linear" if expert else delta.form
-        yield real, replace(delta, form=form, expert=expert, within=within, rounds=delta.rounds or is_parameter)
+        own = (expert or delta.expert, within or delta.within)
+        yield real, replace(delta, form=form, expert=own[0], within=own[1], rounds=delta.rounds or is_parameter)
 
 
 class _Orientation:
@@ -412,6 +416,9 @@ def _of_layer(
             yield name, _difference(checkpoint, adapter, layer.keys[role], name)
     if not layer.keys.keys() - {"diff", "diff_b", "norm", "norm_bias", "alpha"}:
         return
+    if adapter.parts(layer):
+        yield from ((key, delta) for delta in _fused(adapter, layer, key, spec))
+        return
     make = _by_formula if adapter.method is not None else _product if "A" in layer.keys else _of_lycoris
     product = make(adapter, layer, key, spec, turned)
     yield key, product
@@ -464,6 +471,20 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
         words = f"{layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit {key}"
         raise adapter.refused(f"{words} {list(spec.shape)} of the base", OTHER_BASE)
     return Delta(adapter.path, form, factors, scaling, is_turned, rounds, narrow)
+
+
+def _fused(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec) -> Iterator[Delta]:
+    """Yield a delta for each part of a fused layer, which has its own rows of both matrices. Raises ``AdapterError`` if
+    they do not fit the tensor."""
+    parts, factors, rank = adapter.parts(layer), (layer.keys["A"], layer.keys["B"]), adapter.rank(layer)
+    one, two = (adapter.checkpoint.specs[factor].shape for factor in factors)
+    sizes = [last - first for first, last in parts]
+    if (one, two) != ((rank * len(parts), *spec.shape[1:]), (sum(sizes), rank)) or parts[-1][1] > spec.shape[0]:
+        words = f"{layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit {key}"
+        raise adapter.refused(f"{words} {list(spec.shape)} of the base", OTHER_BASE)
+    for at, part in enumerate(parts):
+        rows = (at, len(parts), sum(sizes[:at]), sum(sizes[: at + 1]))
+        yield Delta(adapter.path, "linear", factors, adapter.scaling(layer, key), expert=rows, within=part)
 
 
 def _by_formula(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, turned: _Orientation) -> Delta:

@@ -258,7 +258,8 @@ class _LayerFactors:
         if delta.expert:
             (one, two), (number, experts, begin, end) = factors, delta.expert
             one = one.view(experts, -1, one.shape[1])[number]
-            factors = [one, two.view(two.shape[0], -1, experts)[begin:end, :, number]]
+            two = two if two.shape[1] == len(one) else two.view(two.shape[0], -1, experts)[:, :, number]
+            factors = [one, two[begin:end]]
         if delta.has_magnitude:
             *factors, self.magnitude = factors
         if delta.form == "kronecker":

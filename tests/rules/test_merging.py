@@ -371,7 +371,7 @@ PROMPTS = ("P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 def test_what_other_trainers_have_is_refused_by_its_name(tmp_path):
     tensors = {f"lora_unet_q.{key}": torch.ones(4, 4) for key in ("lora_down.weight", "lora_up.weight", "oft_blocks")}
     save_file(tensors, tmp_path / "trained.safetensors")
-    with pytest.raises(AdapterError, match="an adapter of the type OFT,"):
+    with pytest.raises(AdapterError, match="an adapter of the type OFT or BOFT of LyCORIS,"):
         ckptfix.repair_state_dict({"q.weight": torch.ones(4, 4)}, adapter=tmp_path / "trained.safetensors")
 
 
@@ -517,6 +517,38 @@ def test_a_scale_of_one_is_not_assumed(names, base, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 2}')
     repaired, _ = ckptfix.repair_state_dict({f"{base}.weight": torch.zeros(8, 8)}, adapter=file)
     torch.testing.assert_close(repaired[f"{base}.weight"], two @ one / 2)
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("trained", ["query value", "query key value", "key", "query key", "key value"])
+def test_a_folder_of_litgpt(groups, trained, tmp_path):
+    """Each trained part of the fused layer has its own rows of both matrices. LitGPT saves the merged model beside."""
+    sizes = {"query": 4 * 3, "key": groups * 3, "value": groups * 3}
+    own = {name: (torch.randn(2, 12), torch.randn(sizes[name], 2)) for name in trained.split()}
+    ones, twos = (torch.cat(each) for each in zip(*own.values(), strict=True))
+    tensors = {"transformer.h.0.attn.qkv.lora_A": ones, "transformer.h.0.attn.qkv.lora_B": twos}
+    tensors |= {"lm_head.lora_A": torch.randn(2, 12), "lm_head.lora_B": torch.randn(20, 2)}
+    torch.save({"model": tensors}, tmp_path / "lit_model.pth.lora")
+    base = {
+        "transformer.h.0.attn.qkv.weight": torch.randn(sum(sizes.values()), 12),
+        "lm_head.weight": torch.randn(20, 12),
+    }
+    torch.save(base, tmp_path / "lit_model.pth")
+    with pytest.raises(AdapterError, match="lora_alpha, which scales the change, is neither"):
+        ckptfix.repair_state_dict(base, adapter=tmp_path)
+    switches = "".join(f"lora_{name}: {str(name in own).lower()}\n" for name in sizes)
+    (tmp_path / "hyperparameters.yaml").write_text(f"checkpoint_dir: base\nlora_alpha: 3\nlora_r: 2\n{switches}")
+    with pytest.raises(AdapterError, match=r"a matrix for each part of a fused layer|do not fit"):
+        ckptfix.repair_state_dict(base, adapter=tmp_path)
+    (tmp_path / "model_config.yaml").write_text(f"head_size: 3\nn_head: 4\nn_query_groups: {groups}\nname: pythia\n")
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path, select="FIL108")
+    changes = [
+        own[name][1] @ own[name][0] * 1.5 if name in own else torch.zeros(size, 12) for name, size in sizes.items()
+    ]
+    want = base["transformer.h.0.attn.qkv.weight"] + torch.cat(changes)
+    torch.testing.assert_close(repaired["transformer.h.0.attn.qkv.weight"], want)
+    head = base["lm_head.weight"] + tensors["lm_head.lora_B"] @ tensors["lm_head.lora_A"] * 1.5
+    torch.testing.assert_close(repaired["lm_head.weight"], head)
 
 
 def test_a_fused_layer_of_litgpt_is_not_called_another_base(tmp_path):
