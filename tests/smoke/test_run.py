@@ -76,16 +76,9 @@ def test_a_second_child_names_the_true_line(save: Save, monkeypatch: pytest.Monk
     assert "CUDA_LAUNCH_BLOCKING=1" in result.note
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        pytest.param(Settings(input=("2x",)), "input=", id="input"),
-        pytest.param(Settings(device="gpu"), "device=", id="device"),
-    ],
-)
-def test_invalid_settings_start_no_child(settings: Settings, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        run_smoke("absent.pth", "absent:absent", {}, settings)
+def test_an_invalid_input_starts_no_child() -> None:
+    with pytest.raises(UsageError, match="input="):
+        run_smoke("absent.pth", "absent:absent", {}, Settings(input=("2x",)))
 
 
 def test_a_pass_is_reported_with_its_device() -> None:

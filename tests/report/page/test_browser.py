@@ -138,7 +138,7 @@ def test_a_file_by_its_link(browser, show):
     assert browser.execute_script("return document.querySelectorAll('#file canvas').length") == 1
     press(browser, "#file nav a")
     wait(browser, "!document.querySelector('#overview').hidden")
-    assert len(names(browser)) == 11
+    wait(browser, "document.querySelectorAll('#files .tabulator-row a').length === 11")
 
 
 def test_an_address_opens_its_file(browser, show):
