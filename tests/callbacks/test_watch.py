@@ -78,7 +78,7 @@ def test_noop_a_file_removed_or_replaced_meanwhile(weights, caplog, beside):
     assert caplog.messages == []
 
 
-def test_noop_a_folder_that_changes_meanwhile(weights, caplog, beside):
+def test_a_folder_that_grows_is_reported_and_a_replaced_one_is_not(weights, caplog, beside):
     """As in a training run with several processes: each rank saves its random state."""
     folder = weights / "checkpoint-20"
     folder.mkdir()

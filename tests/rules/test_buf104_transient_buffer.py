@@ -141,7 +141,7 @@ def test_values_that_differ_from_the_model_are_dropped_only_on_request(stored):
     model.load_state_dict(repaired(transient_buffer, state, model), strict=True)
 
 
-def test_noop_values_are_not_compared_with_no_values():
+def test_with_no_values_a_buffer_is_dropped_without_a_comparison():
     model = Embeddings("inv_freq", FREQUENCIES, persistent=False)
     _, report = ckptfix.repair_state_dict(state_of("inv_freq", IDS[0].float()), model, values=False)
     assert [finding.code for finding in report.fixed] == ["BUF104"]

@@ -217,7 +217,7 @@ def test_prefixes_end_at_a_dot():
 
 
 @pytest.mark.parametrize(("layers", "count"), [(MOST, 1), (MOST + 1, 0)])
-def test_noop_a_different_prefix_for_each_layer(layers: int, count: int):
+def test_a_different_prefix_for_each_of_many_layers(layers: int, count: int):
     """Each is looked for among all keys: with ten thousand layers that would take for ever."""
     model = within(**{f"layer{number}": nn.Linear(2, 2) for number in range(layers)})
     state = {f"m{key.partition('.')[0]}.{key}": value for key, value in model.state_dict().items()}

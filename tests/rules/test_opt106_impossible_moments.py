@@ -50,7 +50,7 @@ def test_noop_moments_of_other_optimizers(tmp_path, make):
 
 
 @pytest.mark.parametrize("lacks", ["amsgrad", "betas"])
-def test_noop_unknown_averages(tmp_path, lacks):
+def test_unknown_averages_are_not_judged(tmp_path, lacks):
     """SOAP has its squares in other axes, ADOPT averages what it has divided by them."""
     made = trained(torch.optim.AdamW)
     made["optimizer"]["state"][0]["exp_avg"] *= 1e6

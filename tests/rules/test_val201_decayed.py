@@ -121,14 +121,14 @@ def test_a_norm_whose_variance_the_kernel_cannot_explain(scale, level):
 
 @pytest.mark.parametrize("shapes", [[(1000, 16)], [(16, 64)] * 8])
 @pytest.mark.parametrize(("scale", "is_quiet"), [(1e-5, True), (1.3e-5, False), (1e-7, False)])
-def test_noop_initialised_with_a_power_of_ten(shapes, scale, is_quiet):
+def test_a_matrix_initialised_with_a_power_of_ten(shapes, scale, is_quiet):
     drawn = {f"flows.{index}.weight": torch.randn(shape) * scale for index, shape in enumerate(shapes)}
     is_quiet |= len(drawn) > 1 and scale == 1e-7
     assert (propose(decayed, Net().state_dict() | drawn) == []) is is_quiet
 
 
 @pytest.mark.parametrize(("bound", "is_quiet"), [(1e-4, True), (1.3e-4, False), (1e-12, False)])
-def test_noop_initialised_within_a_power_of_ten(bound, is_quiet):
+def test_a_uniform_matrix_within_a_power_of_ten(bound, is_quiet):
     state = Net().state_dict() | {"spare.weight": torch.empty(256, 8).uniform_(-bound, bound)}
     assert [finding.keys for finding in propose(decayed, state)] == ([] if is_quiet else [("spare.weight",)])
 
@@ -252,7 +252,7 @@ def test_noop_a_table_that_starts_tiny(scale):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_noop_moments_show_that_the_weight_grew(tmp_path, kind):
+def test_a_weight_that_grew_by_its_moments_is_a_note(tmp_path, kind):
     """It started at 1e-9, gradients arrive, and decay has not begun to act."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
     nn.init.normal_(model.get_parameter("2.weight"), std=1e-9)
@@ -393,7 +393,7 @@ def test_noop(tmp_path, settings):
 
 
 @pytest.mark.parametrize("forget", [(), ("decoupled_weight_decay",)], ids=["torch 2.7", "older"])
-def test_l2_decay_of_adam_is_not_an_explanation(tmp_path, forget):
+def test_l2_decay_of_adam_does_not_lower_the_level(tmp_path, forget):
     net = Net()
     adam = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.01)
     for _ in range(400):
