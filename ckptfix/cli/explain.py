@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.program import Argument, Run
+from ckptfix.core.finding import Blocks
 from ckptfix.core.option import CHECK
 from ckptfix.core.options import flag_text, library_settings, option_words
 from ckptfix.errors import Opt, UsageError
@@ -77,6 +78,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
                 code=reading_code(report, file, which),
                 entries=_entries(file, which),
                 merging=merge_command(report, choices),
+                keeps_weights=any(Blocks.FILLING in finding.blocks for finding in report.findings),
             )
         explanation = explain_text(given, subject)
         close = nearest(given) if explanation is None else None

@@ -28,8 +28,9 @@ Cause = tuple[str, tuple[str, ...]]  # a sentence, and the keys that it is about
 
 class MessageContext(Struct, frozen=True):
     """What is known besides the text: the file or folder, the flags that name its model, as words, the file's entries,
-    the Python expression for its state_dict, empty for a file that cannot be read, and the command that merges the
-    files of a training run, empty unless it is a folder of them."""
+    the Python expression for its state_dict, empty for a file that cannot be read, the command that merges the files of
+    a training run, empty unless it is a folder of them, and whether its weights must not be replaced by untrained
+    ones."""
 
     file: str | None = None
     model: tuple[str, ...] = ()
@@ -37,6 +38,7 @@ class MessageContext(Struct, frozen=True):
     entries: frozenset[str] = frozenset()
     merging: str = ""
     is_folder: bool = False
+    keeps_weights: bool = False
 
 
 def filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject: MessageContext) -> Iterator[Advice]:
@@ -51,6 +53,8 @@ def filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject
         if subject.is_folder and _OPENING.search(each.code):
             continue
         command = each.command
+        if subject.keeps_weights and "--fill target" in command:
+            continue
         if subject.model:
             command = command.replace("--model {MODEL}", shell_join(subject.model))
         yield Advice(filled(each.text, values), filled(command, words), filled(each.code, values))

@@ -314,3 +314,15 @@ def test_help_does_not_load_the_records(tmp_path):
         [sys.executable, "-c", program, "--help"], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
     assert done.stderr == "[]"
+
+
+def test_nothing_is_filled_with_untrained_values_where_the_file_says_otherwise(tmp_path):
+    """The file is for another model, so the command that the message alone suggests would be refused."""
+    torch.save({"weight": torch.ones(10, 8), "bias": torch.ones(10)}, tmp_path / "a.pth")
+    text = (
+        "size mismatch for weight: copying a param with shape torch.Size([10, 8]) from checkpoint, the shape in current"
+        " model is torch.Size([7, 8])."
+    )
+    asked = ("explain", text, "--file", "a.pth", "--model", "torch.nn:Linear", "--model-args", "[8, 7]")
+    assert "--fill target" in run_here(*asked[:2], cwd=tmp_path).stdout
+    assert "--fill target" not in run_here(*asked, cwd=tmp_path).stdout
