@@ -132,6 +132,7 @@ API: Any = ckptfix
         pytest.param(lambda file: API.repair(file, net(), smoke=True), "needs a factory", id="smoke"),
         pytest.param(lambda file: API.repair(file, output=file), "is the source itself", id="output is the source"),
         pytest.param(lambda file: API.repair(file, output=file.parent), "is a folder", id="output is a folder"),
+        pytest.param(lambda file: API.repair(file, output=f"{file}.d/"), "is the name of a folder", id="with a slash"),
         pytest.param(
             lambda file: API.repair(file, output="x", beside=True), "output= and beside= exclude", id="two outputs"
         ),

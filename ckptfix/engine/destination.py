@@ -79,6 +79,8 @@ class Destination(Struct, frozen=True):
             raise UsageError(Opt("backup"), " needs ", Opt("in_place"), "; otherwise the source is never changed")
         source = Path(checkpoint.path) if checkpoint.format != IN_MEMORY else None
         if output is not None:
+            if os.fspath(output).endswith(os.sep):
+                raise UsageError(f"{output}: is the name of a folder; name the file to write")
             if os.fspath(output) == "-":
                 raise UsageError("the output cannot go to stdout, because it is read back and compared; name a file")
             if source is None and checkpoint.container:

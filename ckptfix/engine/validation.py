@@ -18,6 +18,7 @@ from ckptfix.errors import Opt, UsageError
 from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES
 
+_CODE = re.compile(rf"(?:{'|'.join(sorted({rule.code[:3] for rule in RULES}))})\d{{1,3}}", re.IGNORECASE)
 _DEVICE = re.compile(r"auto|cpu|mps|(?:cuda|xpu)(?::\d+)?")
 LONGEST_TIMEOUT = 10**6  # seconds (eleven days); within the limits of every clock of the system
 _OF_SEVERAL_TYPES = ("source_model", "rename_map", "shard_size")  # a model, a map, or a number of bytes is fine too
@@ -49,7 +50,8 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         own[name] = value if is_free else typed_value(BY_NAME[name], value)
     settings = Settings(**own)
     codes = {name: _codes(name, getattr(settings, name)) for name in ("select", "ignore", "accept")}
-    settings = replace(settings, **codes, rename_map=_rename_map(settings))
+    named = tuple(_codes("replace", [name])[0] if _CODE.fullmatch(name) else name for name in settings.replace)
+    settings = replace(settings, **codes, replace=named, rename_map=_rename_map(settings))
     for each in map(adaptation, settings.adapt):
         for file in each.files():
             if not Path(file).is_file():

@@ -52,6 +52,14 @@ def test_none_is_the_default_of_settings_without_another(tmp_path):
     assert parsed_settings({"compare": tmp_path, "shard_size": 5_000_000}).compare == str(tmp_path)
 
 
+def test_a_code_to_replace_may_be_in_lower_case_and_a_key_stays():
+    assert checked_settings({"replace": "val101, fc1.weight,emb1", "fill": "twin"}).replace == (
+        "VAL101",
+        "fc1.weight",
+        "emb1",
+    )
+
+
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1", "mps", "xpu:0"])
 def test_names_of_devices(device):
     checked_settings({"device": device})
@@ -72,6 +80,7 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
         pytest.param({"select": 101}, "select=101: give a string", id="a number for a code"),
         pytest.param({"select": ["KEY", 1]}, "give a string, or a list of strings", id="a number among codes"),
         pytest.param({"fill": "targt"}, "no such file; did you mean target\\?", id="a slip in a word"),
+        pytest.param({"replace": "VAL999", "fill": "twin"}, "replace='VAL999': no rule code begins", id="no such rule"),
         pytest.param({"device": "gpu"}, "device='gpu': not a device; give auto, cpu", id="no device"),
         pytest.param({"device": "cuda:"}, "not a device", id="a device without its number"),
         pytest.param({"fill": 3}, "fill=3: give", id="fill with a number"),
