@@ -31,9 +31,9 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckptfix.loading import load
-    from ckptfix.modules.recalibration import Recalibration, recalibrate
     from ckptfix.repairing import check, open_checkpoint, repair, repair_state_dict
     from ckptfix.resuming import repair_optimizer_state
+    from ckptfix.smoke.recalibration import Recalibration, recalibrate
 
 __version__ = "0.1.0"
 
@@ -75,7 +75,7 @@ _HOMES = {
     "Difference": "comparison",
     "TensorSpec": "core.spec",
     "Plan": "core.plan",
-    "Recalibration": "modules.recalibration",
+    "Recalibration": "smoke.recalibration",
     "RenameMap": "core.rename_map",
     "Repair": "core.report",
     "Report": "core.report",
@@ -83,7 +83,7 @@ _HOMES = {
     "infer_map": "comparison.mapping",
     "load": "loading",
     "progress": "core.progress",
-    "recalibrate": "modules.recalibration",
+    "recalibrate": "smoke.recalibration",
     "repair_optimizer_state": "resuming",
 }
 

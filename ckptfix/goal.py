@@ -57,7 +57,7 @@ class Goal(Struct, frozen=True, dict=True):
         """The function that measures running statistics for ``--recalibrate``."""
         if self.model is None:
             return None
-        from ckptfix.smoke.measuring import measure_with
+        from ckptfix.smoke.recalibration import measure_with
 
         return measure_with(self.model, self.arguments, self.settings.seed)
 

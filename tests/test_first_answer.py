@@ -36,7 +36,7 @@ SLOW = (
 OTHER_WORK = (
     "ckptfix.comparison ckptfix.explain ckptfix.smoke ckptfix.values ckptfix.zoo ckptfix.reading.tensors "
     "ckptfix.engine.delivery ckptfix.engine.applying ckptfix.engine.optimizers "
-    "ckptfix.modules.factory ckptfix.smoke.measuring ckptfix.core.target ckptfix.writing.output "
+    "ckptfix.modules.factory ckptfix.smoke.recalibration ckptfix.core.target ckptfix.writing.output "
     "ckptfix.reading.folders.folders ckptfix.reading.folders.ranks.fsdp "
     "ckptfix.reading.torch_files.torchscript "
     "ckptfix.reading.torch_files.torch_tar ckptfix.reading.torch_files.torch_legacy ckptfix.reading.foreign.files "

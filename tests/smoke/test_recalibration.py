@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckptfix
-from ckptfix.modules.recalibration import Recalibration
+from ckptfix.smoke.recalibration import Recalibration
 
 
 class Net(nn.Module):
