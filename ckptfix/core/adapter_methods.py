@@ -202,6 +202,7 @@ METHODS: Mapping[str, Method] = {
         {"hra_u": "u"},
         lambda o, i, u: len(u) == 2 and u[0] == i,
         switch="apply_GS",
+        has_kernels=True,
         turns=False,
         adds=False,
     ),

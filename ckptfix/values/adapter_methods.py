@@ -148,15 +148,18 @@ def _oft(size: tuple[int, int], terms: int, above: torch.Tensor) -> torch.Tensor
 def _hra(size: tuple[int, int], is_orthogonal: int, vectors: torch.Tensor) -> torch.Tensor:
     """Return the product of reflections."""
     one = torch.eye(size[1])
+    if not is_orthogonal:
+        vectors = vectors / vectors.norm(dim=0)
+    columns = [column.view(-1, 1) for column in vectors.unbind(1)]  # with other strides, the last bits may differ
     if is_orthogonal:
         found: list[torch.Tensor] = []
-        for vector in vectors.T.unsqueeze(-1):
+        for vector in columns:
             for other in found:
                 vector = vector - (other.T @ vector) * other
             found.append(vector / vector.norm())
         both = torch.cat(found, dim=1)
         return one - 2 * both @ both.T
-    for vector in (vectors / vectors.norm(dim=0)).T.unsqueeze(-1):
+    for vector in columns:
         one = one - 2 * one @ vector @ vector.T
     return one
 

@@ -99,6 +99,7 @@ CASES = {
         for variant in ("road_1", "road_2", "road_4")
     },
     "HRA": peft.HRAConfig(r=4, target_modules=["q", "fc"]),
+    "HRA of kernels": peft.HRAConfig(r=4, target_modules=["conv", "pixel"]),
     "HRA of orthogonal reflections": peft.HRAConfig(r=4, target_modules=["q"], apply_GS=True),
     "IA3 of convolutions": peft.IA3Config(target_modules=["conv", "pixel"], feedforward_modules=["pixel"]),
 }
