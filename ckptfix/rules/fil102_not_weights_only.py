@@ -177,7 +177,7 @@ def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain], los
     for edit in conversions:  # each object comes before what is in it
         if _is_object(edit) and edit.where not in parts and not edit.where.startswith((*known, *inside)):
             objects[edit.where], inside = edit.before, _within(edit.where)
-    if objects:
+    if objects and not checkpoint.remarked(Kind.PAYLOAD):
         yield rule.finding(
             Level.NOTE,
             f"{counted(len(objects), 'object')} that will be plain data "

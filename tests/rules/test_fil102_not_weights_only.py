@@ -91,6 +91,17 @@ def test_objects_that_the_output_has_only_the_data_of_are_noted(extra, places, t
     ]
 
 
+class Attack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, ("1",)
+
+
+def test_noop_nothing_needs_the_objects_of_an_attack(tmp_path):
+    report = ckptfix.check(saved(tmp_path, {"state_dict": weights(), "x": Attack()}))
+    assert {finding.code for finding in report.findings} == {"FIL102", "FIL901"}
+    assert not any("objects" in finding.evidence for finding in report.findings)
+
+
 class Estimator:
     def __init__(self) -> None:
         self.module_, self.criterion_ = nn.Linear(1, 1), Quantiles()
