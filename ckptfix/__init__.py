@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptfix.core.progress import progress
     from ckptfix.core.rename_map import RenameMap
     from ckptfix.core.report import Repair, Report
-    from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
+    from ckptfix.core.settings import CheckSettings, LoadSettings, RepairSettings, Settings
     from ckptfix.core.spec import TensorSpec
     from ckptfix.errors import (
         CkptfixError,
@@ -43,6 +43,7 @@ __all__ = [
     "CkptfixError",
     "Difference",
     "HostileError",
+    "LoadSettings",
     "Plan",
     "PlanError",
     "Recalibration",

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import counted
 from ckptfix.core.lazy import nn, torch
+from ckptfix.core.option import LOAD
 from ckptfix.core.report import Report
 from ckptfix.core.target import LOAD_ERRORS
 from ckptfix.core.wording import first_names
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckptfix.core.checkpoint import Checkpoint
-    from ckptfix.core.settings import RepairSettings
+    from ckptfix.core.settings import LoadSettings
 
 
 def load(
@@ -34,7 +35,7 @@ def load(
     assign: bool = False,
     mmap: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
-    **settings: Unpack[RepairSettings],
+    **settings: Unpack[LoadSettings],
 ) -> Report:
     """Repair a checkpoint in memory and load it strictly into ``model``.
 
@@ -54,8 +55,8 @@ def load(
     ``optimizer``, made from the model's parameters, loads its state from the same checkpoint, as
     ``repair_optimizer_state`` returns it.
 
-    ``settings`` are those of ``repair``, except for those that concern the output file."""
-    checked_settings(settings, model, function="load")
+    ``settings`` are those of ``repair``, except for those of the output file and the forward test."""
+    checked_settings(settings, model, function=LOAD)
     check_loadable(model, map_location, assign)
     if optimizer is None:
         repaired = repair_to_load(source, model, **settings)

@@ -37,7 +37,7 @@ from ckptfix.report.display import log_doubts, log_edits, refuse_misfit
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ckptfix.core.settings import CheckSettings, RepairSettings
+    from ckptfix.core.settings import CheckSettings, LoadSettings, RepairSettings
     from ckptfix.modules.factory import ModelArguments
 
 
@@ -172,7 +172,7 @@ def repair_state_dict(
     return repaired.state_dict(), repaired.called("repair_state_dict").report
 
 
-def repair_to_load(source: Source, model: nn.Module, **settings: Unpack[RepairSettings]) -> Repair:
+def repair_to_load(source: Source, model: nn.Module, **settings: Unpack[LoadSettings]) -> Repair:
     """Repair a checkpoint in memory for a strict load into a model, and log doubts about it.
 
     Raises ``TargetError`` if the load would fail, and ``HostileError`` if the file would run code."""

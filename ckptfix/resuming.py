@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.lazy import nn
 from ckptfix.core.objects import Opaque
+from ckptfix.core.option import LOAD
 from ckptfix.core.report import Repair
 from ckptfix.core.target import LOAD_ERRORS, target_from_module
 from ckptfix.engine.diagnosis import with_fitting_set
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from ckptfix.core.settings import RepairSettings
+    from ckptfix.core.settings import LoadSettings
 
 
 class Resumed(Struct, frozen=True):
@@ -46,7 +47,7 @@ class Resumed(Struct, frozen=True):
 
 
 def repair_optimizer_state(
-    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Unpack[RepairSettings]
+    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Unpack[LoadSettings]
 ) -> dict[str, Any]:
     """Return the state of a checkpoint's optimizer for ``optimizer``, which is made from the parameters of ``model``.
 
@@ -60,10 +61,10 @@ def repair_optimizer_state(
     return resume(source, model, optimizer, settings).state
 
 
-def resume(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, settings: RepairSettings) -> Resumed:
+def resume(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, settings: LoadSettings) -> Resumed:
     """Repair a checkpoint for a model and its optimizer's state for ``optimizer``, without loading either. Settings and
     errors are those of ``repair_optimizer_state``."""
-    checked = checked_settings(settings, model, function="load")
+    checked = checked_settings(settings, model, function=LOAD)
     if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "zero_grad"):
         raise UsageError(f"optimizer is {optimizer!r:.60}; pass the torch.optim.Optimizer itself")
     if checked.drop_optimizer:

@@ -307,3 +307,14 @@ def test_tensors_left_on_the_meta_device_are_named():
         "5 tensors still on the meta device, because no state_dict has values for them: fill a, b, c, d and 1 more "
         "before use"
     )
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [({"device": "cuda"}, "give map_location"), ({"force": True}, "it is one of repair()")],
+    ids=["of the forward test", "of the output"],
+)
+def test_settings_of_what_load_does_not_do_are_refused(setting: Any, hint: str, file: Path) -> None:
+    with pytest.raises(ckptfix.UsageError, match=r"^load\(\) has no setting") as error:
+        ckptfix.load(torch.nn.Linear(2, 2), file, **setting)
+    assert str(error.value).endswith(hint)

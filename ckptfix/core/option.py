@@ -6,6 +6,7 @@ from enum import Enum, auto
 from msgspec import Struct
 
 CHECK, REPAIR, MIGRATE, INSPECT, DIFF, MAP, RULE, EXPLAIN = "check repair migrate inspect diff map rule explain".split()
+LOAD = "load"  # a function of the library without a command
 
 WRITES = (REPAIR, MIGRATE)
 REPAIRS = (CHECK, *WRITES)

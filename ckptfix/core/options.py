@@ -20,6 +20,7 @@ from ckptfix.core.option import (
     FITS,
     INSPECT,
     LISTS,
+    LOAD,
     MAP,
     MIGRATE,
     REPAIR,
@@ -149,6 +150,9 @@ def options_of(command: str) -> list[Option]:
 
 def settings_of(command: str) -> frozenset[str]:
     """Return the names of the settings that the library function for a command takes."""
+    if command == LOAD:  # it tests nothing and writes no file
+        writing = {option.name for title in ("Forward test", "Output") for option in GROUPS[title]}
+        return settings_of(CHECK) | (settings_of(REPAIR) - writing)
     return frozenset(option.name for option in OPTIONS if option.is_setting and command in option.commands)
 
 

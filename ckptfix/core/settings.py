@@ -1,7 +1,8 @@
 """The settings of a check or a repair: as the code reads them, and as the library's functions take them.
 
-``Settings`` holds the rows of the table of options that are settings. ``CheckSettings`` and ``RepairSettings`` repeat
-the names for editors and type checkers; ``tests/core/test_options.py`` checks that they agree."""
+``Settings`` holds the rows of the table of options that are settings. ``CheckSettings``, ``LoadSettings`` and
+``RepairSettings`` repeat the names for editors and type checkers; ``tests/core/test_options.py`` checks that they
+agree."""
 
 import os
 import re
@@ -73,17 +74,22 @@ class CheckSettings(TypedDict, total=False):
     format: str | None
 
 
-class RepairSettings(CheckSettings, total=False):
-    """The settings of ``ckptfix.repair``, ``load`` and ``repair_state_dict``: the options of ``ckptfix repair``."""
+class LoadSettings(CheckSettings, total=False):
+    """The settings of ``ckptfix.load`` and ``repair_optimizer_state``, which write no file."""
 
     disarm: bool
     drop_optimizer: bool
     keep_optimizer: bool
     accept: str | Sequence[str]
     allow_untrained: bool
+    recalibrate: str | None
+
+
+class RepairSettings(LoadSettings, total=False):
+    """The settings of ``ckptfix.repair`` and ``repair_state_dict``: the options of ``ckptfix repair``."""
+
     force: bool
     untie: bool
-    recalibrate: str | None
     shard_size: str | None
     smoke: bool | None
     input: str | Sequence[str]

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.core.adaptations import RECIPES, adaptation
-from ckptfix.core.option import CHECK, REPAIR
+from ckptfix.core.option import CHECK, LOAD, REPAIR
 from ckptfix.core.options import BY_NAME, settings_of, typed_value
 from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.core.settings import FORMATS, UNIVERSAL, Settings
@@ -38,13 +38,14 @@ def checked_settings(
 
 def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Settings:
     """Return the settings. Raises ``UsageError`` for one that is unknown or invalid by itself."""
-    known = settings_of(function if function in (CHECK, REPAIR) else REPAIR)
+    known = settings_of(function if function in (CHECK, LOAD) else REPAIR)
     defaults, own = Settings(), dict[str, Any]()
     for name, value in given.items():
         if name not in known:
             close = nearest(name, known, 0.7)
             hint = f"; did you mean {close!r}?" if close else ""
             hint = "; it is one of repair()" if name in settings_of(REPAIR) else hint
+            hint = "; give map_location" if (function, name) == (LOAD, "device") else hint
             raise UsageError(f"{function}() has no setting {name!r}{hint}")
         is_free = (value is None and getattr(defaults, name) is None) or name in _OF_SEVERAL_TYPES
         own[name] = value if is_free else typed_value(BY_NAME[name], value)

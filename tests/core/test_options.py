@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.core.finding import FILE
-from ckptfix.core.option import CHECK, REPAIR, Type
+from ckptfix.core.option import CHECK, LOAD, REPAIR, Type
 from ckptfix.core.options import (
     BY_NAME,
     OPTIONS,
@@ -18,7 +18,7 @@ from ckptfix.core.options import (
     texts_of,
 )
 from ckptfix.core.rename_map import RenameMap
-from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
+from ckptfix.core.settings import CheckSettings, LoadSettings, RepairSettings, Settings
 from ckptfix.errors import Opt, UsageError
 
 FORMS = {
@@ -38,6 +38,7 @@ def test_the_settings_of_the_library_are_those_of_the_table():
     """A setting is declared twice, in the table and for editors, with the same name and type."""
     kinds = {option.name: option.kind for option in OPTIONS if option.is_setting}
     assert CheckSettings.__annotations__.keys() == settings_of(CHECK)
+    assert LoadSettings.__annotations__.keys() == settings_of(LOAD)
     assert RepairSettings.__annotations__.keys() == settings_of(REPAIR) == kinds.keys()
     hints = typing.get_type_hints(Settings)
     for name, kind in kinds.items():
