@@ -5,7 +5,7 @@ The formulas are in `values/adapter_methods.py`, under the same names in lower c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import isqrt
+from math import isqrt, prod
 
 from msgspec import Struct
 
@@ -103,7 +103,10 @@ METHODS: Mapping[str, Method] = {
     "HIRA": Method(
         "HiRA",
         {"hira_A": "A", "hira_B": "B", "hira_embedding_A": "A", "hira_embedding_B": "B"},
-        lambda o, i, one, two: (one, two) == ((two[-1], i), (o, one[0])),
+        lambda o, i, one, two: (
+            len(one) == len(two) > 1 and (two[0], two[1], prod(one[1:]), prod(two[2:])) == (o, one[0], i, 1)
+        ),
+        has_kernels=True,
         adds=False,
     ),
     "MISS": Method("MiSS", {"miss_block": "block"}, _of_miss, turns=False),
@@ -163,7 +166,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "OFT": Method(
         "OFT",
-        {"oft_R": "rotation"},
+        {"oft_R": "rotation", "oft_embedding_R": "rotation"},
         _of_oft,
         number="num_cayley_neumann_terms",
         switch="use_cayley_neumann",

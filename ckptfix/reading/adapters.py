@@ -90,7 +90,8 @@ class AdapterLayer(Struct, frozen=True):
     @property
     def is_embedding(self) -> bool:
         """Whether it changes an embedding, by peft's names."""
-        return any(name in self.keys.get("A", "") for name in (".lora_embedding_", ".hira_embedding_"))
+        key = self.keys.get("A") or self.keys.get("rotation", "")
+        return any(f".{kind}_embedding_" in key for kind in ("lora", "hira", "oft"))
 
     @property
     def is_mlx(self) -> bool:

@@ -496,7 +496,7 @@ def _by_formula(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     fits, is_turned, size = False, layer.is_embedding, (spec.shape[0], prod(spec.shape[1:]))
     turned_size = size[::-1]
     if len(spec.shape) == 2 or method.has_kernels:
-        fits = adapter.fits(layer, *(turned_size if is_turned else size))
+        fits = adapter.fits(layer, *(turned_size if is_turned and method.turns else size))
         if len(spec.shape) == 2 and not layer.is_embedding:
             is_turned = (
                 turned.is_turned(layer, key) if size[0] == size[1] and fits else not fits or turned.is_conv1d(key)

@@ -271,7 +271,8 @@ class _LayerFactors:
         if delta.bound:
             factors = [bounded(factors[0], delta.bound)]
         size = (source.shape[0], math.prod(source.shape[1:]))
-        size = size[::-1] if delta.transposed else size
+        is_turned = delta.transposed and delta.form not in TURNS
+        size = size[::-1] if is_turned else size
         if pair := PAIRS.get(delta.form):
             factors = [*pair(size, delta.number, *factors)]
         elif whole := WHOLE.get(delta.form) or TURNS.get(delta.form):
@@ -281,7 +282,7 @@ class _LayerFactors:
             if delta.form == "road":  # each row needs others
                 rows = source.weight(0, source.shape[0])
                 made = made.to(rows.dtype) @ (rows if rows.shape[1] > 1 else rows.flatten())
-            factors = [made.T if delta.transposed else made, *factors[1:]]
+            factors = [made.T if is_turned else made, *factors[1:]]
         if delta.form == "c3a":
             factors = [factors[0].to(torch_dtype(source.spec.dtype)) / size[1]]
         self.source, self.delta, self.factors = source, delta, factors
@@ -303,7 +304,8 @@ class _LayerFactors:
             return self.factors[0][first:last].view(weight.shape)
         if form in TURNS:
             rows = weight.flatten(1).to(self.factors[0].dtype)
-            rows = rows @ self.factors[0] if form == "hra" else (self.factors[0] @ rows.T).T
+            is_last = form == "hra" or self.delta.transposed  # the rows of OFT's embeddings are multiplied, too
+            rows = rows @ self.factors[0] if is_last else (self.factors[0] @ rows.T).T
             rows = rows * self.factors[1].reshape(-1, 1)[first:last] if form == "boft" else rows
             return rows.to(dtype).view(weight.shape)
         if form == "bat":
@@ -357,7 +359,7 @@ class _LayerFactors:
             return torch.cat(rows).view(last - first, *self.source.shape[1:])
         if form == "experts":
             return torch.cat(list(self._of_experts(first, last)))
-        if form == "conv":
+        if form == "conv" or (form == "hira" and one.shape[2:] not in ((), (1, 1))):
             convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[one.ndim - 3]
             return convolve(one.transpose(0, 1), two[first:last]).transpose(0, 1)
         is_turned = self.delta.transposed != (form == "randlora")
