@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 
 UNKNOWN = 1  # exit code for an unknown text
 _MOST = 16_000_000  # bytes read from the end of a log, where the error is
+_NAME_OF_LOG = re.compile(r"[^\s'\"]{1,200}\.(?:log|txt|out|err)")
 
 ARGUMENTS = {
     "explain": (
         Argument(
             "text",
             "TEXT",
-            "The message or the whole traceback, in quotes, or a log file; without it, stdin is read.",
+            "The message or the whole traceback, in quotes, or log files; without it, stdin is read.",
             required=False,
             many=True,
         ),
@@ -123,25 +125,39 @@ def _entries(file: str, which: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _given(words: tuple[str, ...], console: Console) -> str:
-    """Return the text to explain. Raises ``UsageError`` if it is blank, or for a binary file."""
-    log: Path | None = None
+    """Return the text to explain. Raises ``UsageError`` if it is blank, for a binary file, and for the name of a log
+    that does not exist."""
+    logs: list[Path] = []
     with suppress(OSError, ValueError):  # a message may be too long for a path, or have a NUL
-        log = Path(words[0]) if len(words) == 1 and Path(words[0]).is_file() else None
-    if words and words != ("-",) and log is None:
-        given = " ".join(words)
+        logs = [Path(word) for word in words if Path(word).is_file()]
+    if len(words) == 1 and not logs and _NAME_OF_LOG.fullmatch(words[0]):
+        raise UsageError(f"{words[0]}: there is no such log; give its path, or the message in quotes")
+    if words == ("-",) or not words:
+        if sys.stdin.isatty():
+            console.note("paste the message, then press Ctrl-D (Ctrl-Z and Enter on Windows)")
+        given = _decoded(sys.stdin.buffer.read()[-_MOST:])
+    elif len(logs) == len(words):
+        given = "\n".join(map(_content, logs))
     else:
-        if log is not None:
-            with log.open("rb") as file:
-                file.seek(max(0, log.stat().st_size - _MOST))
-                raw = file.read(_MOST)
-        else:
-            if sys.stdin.isatty():
-                console.note("paste the message, then press Ctrl-D (Ctrl-Z and Enter on Windows)")
-            raw = sys.stdin.buffer.read()[-_MOST:]
-        is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell redirects
-        if log is not None and b"\0" in raw[:512] and not is_wide:
-            raise UsageError(f"{log} is not a text file; to examine a checkpoint, run `ckptfix check {log}`")
-        given = raw.decode("utf-16" if is_wide else "utf-8", "replace")
+        given = " ".join(words)
     if not given.strip():
         raise UsageError('no text to explain: ckptfix explain "RuntimeError: …", or a log on stdin')
     return given
+
+
+def _content(log: Path) -> str:
+    """Return the end of a log. Raises ``UsageError`` for a binary file."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _MOST))
+        raw = file.read(_MOST)
+    if b"\0" in raw[:512] and not _is_wide(raw):
+        raise UsageError(f"{log} is not a text file; to examine a checkpoint, run `ckptfix check {log}`")
+    return _decoded(raw)
+
+
+def _decoded(raw: bytes) -> str:
+    return raw.decode("utf-16" if _is_wide(raw) else "utf-8", "replace")
+
+
+def _is_wide(raw: bytes) -> bool:
+    return raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell redirects

@@ -215,6 +215,13 @@ def test_a_log_file(tmp_path, encoding):
     assert done.stdout.startswith("foreign-pickle")
 
 
+def test_the_logs_of_several_ranks(tmp_path):
+    (tmp_path / "0.log").write_text("step 3\n")
+    (tmp_path / "1.log").write_text(f"[rank1]: {MAGIC}\n")
+    assert run_here("explain", "0.log", "1.log", cwd=tmp_path).stdout.startswith("foreign-pickle")
+    assert run_here("explain", "0.log", "2.log", cwd=tmp_path).returncode == 1
+
+
 def test_stdin_of_no_encoding_at_all(tmp_path):
     assert piped(b"\xff\x80 " + MAGIC.encode(), tmp_path).returncode == 0
 
@@ -264,6 +271,7 @@ def test_a_text_from_the_file_name_cannot_steer_the_terminal(tmp_path):
     ("words", "complaint"),
     [
         (("",), "no text to explain"),
+        (("runs/train.log",), "runs/train.log: there is no such log; give its path, or the message in quotes"),
         (("good.pth",), "good.pth is not a text file; to examine a checkpoint, run `ckptfix check good.pth`"),
         ((MAGIC, "--file", "nowhere.pth"), "there is no such file"),
         ((MAGIC, "--file", "good.pth", "--model", "zoo:tiny", "--like", "good.pth"), "exclude each other"),
