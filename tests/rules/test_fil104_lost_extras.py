@@ -59,10 +59,11 @@ def test_the_suffix_of_the_output_says_the_format_too(tmp_path, how):
     ("entry", "is_weight"),
     [
         ({"step": torch.tensor(7, dtype=torch.int32), "ntokens_seen": torch.tensor(512)}, False),
+        ({"dp_rank_0": b"state", "world_size": 1}, False),
         ({"step": torch.tensor(7), "scale": torch.ones(4)}, True),
         ({"scale": torch.tensor(7)}, True),
     ],
-    ids=["counters of torchtitan", "with a larger tensor", "no step"],
+    ids=["counters of torchtitan", "data loader of torchtitan", "with a larger tensor", "no step"],
 )
 def test_counters_among_the_weights_are_no_weights(tmp_path, entry, is_weight):
     """As in the file that torch's dcp_to_torch_save makes of a folder of torchtitan."""

@@ -37,8 +37,16 @@ def _are_moments(mapping: Mapping[Any, Any]) -> bool:
 
 
 def is_of_training(value: Any) -> bool:
-    """Return whether a value is the state of an optimizer or scheduler, or the counters of a training."""
-    return isinstance(value, dict) and (is_optimizer(value) or value.keys() >= _SCHEDULER or _counts_steps(value))
+    """Return whether a value is the state of an optimizer, a scheduler or a data loader, or the counters of a
+    training."""
+    if not isinstance(value, dict):
+        return False
+    return is_optimizer(value) or value.keys() >= _SCHEDULER or _counts_steps(value) or _is_of_loader(value)
+
+
+def _is_of_loader(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping has the states of a data loader by rank, as torchtitan's ``dataloader``."""
+    return "world_size" in mapping and any(str(key).startswith("dp_rank_") for key in mapping)
 
 
 def _counts_steps(mapping: Mapping[Any, Any]) -> bool:
