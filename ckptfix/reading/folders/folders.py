@@ -354,17 +354,24 @@ def _checkpoints(folder: Path) -> list[Path]:
 def only_checkpoint(folder: Path) -> Path | None:
     """Return the only checkpoint in a folder, a file or a subfolder, by its name; None if there are several."""
     folders = _checkpoints(folder)
-    files = [path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(depth) if _is_likely(path.name)]
-    found = [*folders, *(path for path in files if path.is_file() and not {*path.parents} & {*folders})]
+    found = [*folders, *_files(folder, folders)]
     return found[0] if len(found) == 1 else None
+
+
+def _files(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
+    """Return the files in a folder and its subfolders that may be checkpoints, except those of ``checkpoints``."""
+    found = [path for depth in range(_DEPTH) for path in folder.glob("*/" * depth + "*") if _is_likely(path.name)]
+    return sorted(path for path in found if path.is_file() and not {path, *path.parents} & {*checkpoints})
 
 
 def _contents(folder: Path) -> str:
     names = sorted(child.name + "/" * child.is_dir() for child in folder.iterdir())
     checkpoints = _checkpoints(folder)
-    likely = [name for name in names if _is_likely(name) and folder / name not in checkpoints]
-    files = [path for path in folder.glob("*/*") if _is_likely(path.name) and not {path, path.parent} & {*checkpoints}]
-    below = [path.relative_to(folder).as_posix() for path in (*checkpoints, *sorted(files))]
+    files = _files(folder, checkpoints)
+    likely = [path.name for path in files if path.parent == folder]
+    below = [
+        path.relative_to(folder).as_posix() for path in (*checkpoints, *files) if path.is_dir() or path.parent != folder
+    ]
     deep = [path for depth in ("*/*", "*/*/.zarray") for path in folder.glob(depth)]
     every = [*names, *(path.relative_to(folder).as_posix() for path in deep)]
     bundle = name_bundle(every, PARTS) or name_bundle(every, BUNDLES)

@@ -53,8 +53,11 @@ def test_other_folders_say_what_is_in_them(tmp_path: Path, files: list[str], sai
         pytest.param(["w/common.pt", "w/metadata.json", "w/decoder.weight/.zarray"], "arrays of zarr", id="zarr"),
         pytest.param(
             ["blobs/0a", *(f"snapshots/{n}/model.safetensors" for n in "ab")],
-            "a cache of the Hugging Face Hub; name",
+            "in it: snapshots/a/model.safetensors, snapshots/b/model.safetensors$",
             id="hub",
+        ),
+        pytest.param(
+            ["blobs/0a", "snapshots/5b/a.txt"], "a cache of the Hugging Face Hub; name", id="hub-of-no-weights"
         ),
         pytest.param(["byteorder", "data/0"], "but not its data.pkl, which has their names; unpack", id="no-pickle"),
         pytest.param(["Manifest.json", "Data/com.apple.CoreML/m.mlmodel"], "a Core ML package", id="core-ml"),
@@ -109,11 +112,14 @@ def test_a_folder_above_checkpoints_names_them(tmp_path: Path) -> None:
         "a/b/.metadata",
         *(f"checkpoint-3/{part}/.metadata" for part in ("pytorch_model_fsdp_0", "optimizer_0")),
         "checkpoint-3/scheduler.pt",
+        "c/huggingface/model.safetensors",  # as verl has the weights next to Megatron's optimizer
         "data.pt",  # as verl has the state of its data loader next to `actor`
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UnreadableError, match=r"name one of the checkpoints in it: checkpoint-2, checkpoint-3, a/b$"):
+    with pytest.raises(
+        UnreadableError, match=r"name one of the checkpoints in it: checkpoint-2, checkpoint-3, a/b, c/huggingface"
+    ):
         ckptfix.open_checkpoint(tmp_path)
 
 
