@@ -29,8 +29,9 @@ Each key of the map has a label:
 - `certain`: shapes and structure allow only one map, and neither side has extra layers;
 - `likely`: names and order decided between layers of equal shapes, or a layer is split or fused and the shapes do not
   show whether its rows are interleaved;
-- `ambiguous`: other maps fit as well, or a layer is fused under a name such as `query_key_value`, which has all queries
-  first in some libraries and the three interleaved by head in others. Nothing is applied to these keys.
+- `ambiguous`: other maps fit as well, also to another network of the file with the same tensors (`actor` and
+  `actor_target`), or a layer is fused under a name such as `query_key_value`, which has all queries first in some
+  libraries and the three interleaved by head in others. Nothing is applied to these keys.
 
 Safe if every key of the map is certain, nothing is left over, and many keys agree: an auxiliary head may look like the
 missing one. Otherwise it needs `--rename-layers`, which leaves ambiguous keys unchanged. Every value stays bit for bit.
@@ -54,7 +55,7 @@ written by hand."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from msgspec.structs import asdict, replace
@@ -133,6 +134,9 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     is_own = inference.origin not in ("", "values")  # names and shapes would not confirm these maps
     if not is_own:
         moves = _relabelled(moves, source, wanted, target.tie_of, values)
+    rivals = _rival_sets(moves, inference) if not inference.origin and source_model is None else ()
+    if rivals:
+        moves = {key: replace(move, label=Label.AMBIGUOUS) for key, move in moves.items()}
     taken = sum(source.get(key) == wanted.get(key, ()) for key in moves)
     elsewhere = f"; {taken} of their names belong to other layers in the file" if taken else ""
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
@@ -146,7 +150,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             keys=proof.unobservable,
         )
     if ambiguous:
-        yield _ambiguous_finding(rule, checkpoint, inference, ambiguous, elsewhere)
+        yield _ambiguous_finding(rule, inference, ambiguous, elsewhere, rivals or sets_of(checkpoint.specs))
 
 
 def _sides(context: Context, target: Target) -> tuple[dict[str, Shape], dict[str, Shape]]:
@@ -231,9 +235,9 @@ def _map_finding(
 
 
 def _ambiguous_finding(
-    rule: Rule, checkpoint: Checkpoint, inference: Inference, ambiguous: Moves, elsewhere: str
+    rule: Rule, inference: Inference, ambiguous: Moves, elsewhere: str, sets: Sequence[str]
 ) -> Finding:
-    """Return the finding for the keys that several sources fit."""
+    """Return the finding for the keys that several sources fit; ``sets`` are the sets of weights to choose from."""
     are_fused = all(
         len(move.parts) > 1 or move.parts[0].box != full(inference.source[move.parts[0].source])
         for move in ambiguous.values()
@@ -253,7 +257,7 @@ def _ambiguous_finding(
         evidence={"alternatives": fitting_layers},
         blocks=Blocks.FILLING,
         remedies=tuple(Remedy.of("applies this shipped map", rename_map=each.name) for each in inference.maps)
-        or choice(sets_of(checkpoint.specs))
+        or choice(sets)
         or advise(
             "if the rows of queries and keys are in another order, their rules need a step like"
             " `(h d t) ... -> (h t d) ... with d=64 t=2` in the map from ckptfix map FILE REFERENCE --output-format "
@@ -263,6 +267,28 @@ def _ambiguous_finding(
             "--output-format json, and pass it with --rename-map"
         ),
     )
+
+
+def _rival_sets(moves: Moves, inference: Inference) -> tuple[str, ...]:
+    """Return the prefixes of networks with the same names and shapes if the moves take most of their tensors from one
+    of them, or mix them: nothing shows which one the target is (`actor` or `actor_target`)."""
+    moved = {part.source for move in moves.values() for part in move.parts}
+    used = inference.source.keys() - set(inference.unused)
+    networks: dict[str, dict[str, Shape]] = defaultdict(dict)
+    for key, shape in inference.source.items():
+        segments = key.split(".")
+        for depth in range(1, len(segments)):
+            networks[".".join(segments[:depth])][".".join(segments[depth:])] = shape
+    alike: dict[frozenset[tuple[str, Shape]], list[str]] = defaultdict(list)
+    for front, inside in networks.items():
+        if 2 * len(inside) > len(moved):
+            alike[frozenset(inside.items())].append(front)
+    for names, fronts in alike.items():
+        # Names that some of the networks have in the map, and others not.
+        either = [0 < sum(f"{front}.{rest}" in used for front in fronts) < len(fronts) for rest, _ in names]
+        if 2 * sum(either) > len(moved):
+            return tuple(fronts)
+    return ()
 
 
 def _figures(proof: Equivalence) -> dict[str, object]:

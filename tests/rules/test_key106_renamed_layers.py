@@ -386,3 +386,57 @@ def layers(names: str, *made: nn.Module) -> nn.Module:
 def test_a_second_pass_moves_nothing_more(file, model, moved):
     done = ckptfix.repair(file.state_dict(), model, unsafe_fixes=True, values=False, smoke=False)
     assert {edit.key: edit.to for edit in done.plan.edits if isinstance(edit, Rename)} == moved
+
+
+def _blocks(first: str = "conv", second: str = "norm", number: int = 4) -> nn.Module:
+    return nn.Sequential(*(within(**{first: nn.Conv2d(4, 4, 3), second: nn.GroupNorm(2, 4)}) for _ in range(number)))
+
+
+@pytest.mark.parametrize(
+    "networks",
+    [("actor", "actor_target"), ("module.policy", "module.old_policy"), ("a.b.c.d", "e.f"), ("models.0", "models.1")],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "model",
+    [within(net=_blocks()), within(net=_blocks("first", "second")), _blocks("first", "second"), _blocks()],
+    ids=["another prefix", "another prefix and other names", "other names", "without a prefix"],
+)
+def test_nothing_is_taken_from_one_of_two_equal_networks(networks, model):
+    state = {
+        f"{front}.{key}": torch.rand(value.shape) for front in networks for key, value in _blocks().state_dict().items()
+    }
+    for layers in (True, False):
+        done, report = ckptfix.repair_state_dict(
+            state, model, values=False, select=("KEY",), rename_layers=layers, unsafe_fixes=not layers
+        )
+        assert done.keys() == state.keys()
+        choices = [dict(remedy.options).get("weights") for each in report.findings for remedy in each.remedies]
+        assert set(choices) == set(networks)
+    done, report = ckptfix.repair_state_dict(state, model, values=False, rename_layers=True, weights=networks[1])
+    assert report.exit_code == 0
+    chosen = (value for key, value in state.items() if key.startswith(networks[1] + "."))
+    assert all(torch.equal(value, given) for value, given in zip(done.values(), chosen, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("state", "model"),
+    [
+        pytest.param(
+            within(left=_blocks(), right=_blocks()),
+            within(one=_blocks("a", "b"), two=_blocks("a", "b")),
+            id="both are wanted",
+        ),
+        pytest.param(
+            within(left=_blocks(), right=_blocks(), last=_blocks()),
+            within(left=_blocks(), right=_blocks(), out=_blocks()),
+            id="the others keep their names",
+        ),
+        pytest.param(
+            within(left=_blocks(), right=_blocks(number=5)), within(net=_blocks("a", "b")), id="another network"
+        ),
+    ],
+)
+def test_layers_of_one_network_are_mapped(state, model):
+    report = ckptfix.check(state.state_dict(), model, values=False, rename_layers=True)
+    assert any(finding.code == "KEY106" and finding.fix is not None for finding in report.findings)
