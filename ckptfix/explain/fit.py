@@ -49,6 +49,11 @@ def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
         code = 'state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}'
         check = Advice("says whether the file fits your model as it is", "ckptfix check {FILE} --model {MODEL}")
         return ((said, ()),), (Advice("removes the prefix only if there is one", code=code), check)
+    if {*mismatch.unexpected} == {"state", "param_groups"}:
+        said = "load_state_dict of the model got the state of an optimizer, which has its own load_state_dict."
+        return ((said, ()),), (
+            Advice("shows what the file holds, and where its weights are", "ckptfix inspect {FILE}"),
+        )
     if adapter := _adapter(mismatch):
         return adapter
     findings = _diagnose(mismatch)
@@ -80,6 +85,19 @@ def _adapter(mismatch: Mismatch) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]
                 "loads it into the base model as it is", code="model = PeftModel.from_pretrained(base_model, folder)"
             ),
             Advice("strict=False does not help: it loads nothing of the base, and leaves the model random."),
+        )
+    if any(".base_layer." in key for key in stored) and not wanted:
+        said = (
+            "The file is a model that was saved with its adapter inside (base_layer, lora_…), which was never merged."
+        )
+        return ((said, tuple(stored)),), (
+            Advice(
+                "merges it: name the configuration of the adapter", "ckptfix repair {FILE} --adapter ADAPTER_CONFIG"
+            ),
+            Advice(
+                "saves it merged, where the model of peft is at hand",
+                code="model.merge_and_unload().save_pretrained(folder)",
+            ),
         )
     if wanted and not stored:
         said = (

@@ -191,6 +191,8 @@ _BARE_FILE = re.compile(
     rf"(?<![^\s'\"`(\[{{<=:,;|])([\w./\\~\-][\w./\\~:\-]{{0,300}}\.(?:{_SUFFIXES}))(?![\w\-]|\.\w)", re.IGNORECASE
 )
 
+_OF_CODE = re.compile(r"\w+\.(?:model|weights)", re.IGNORECASE)  # `self.model` in a line of a traceback
+
 
 def file_name(text: str) -> str | None:
     """Return the checkpoint that a text names, a file or a folder taken for one; None unless it is exactly one."""
@@ -199,6 +201,8 @@ def file_name(text: str) -> str | None:
     bare = {match[1] for match in _BARE_FILE.finditer(text)}
     for found in (quoted, bare):
         names = {name for name in found if not ("://" in name or "{" in name or name.endswith(_RECORDS))}
+        if found is bare:
+            names = {name for name in names if _OF_CODE.fullmatch(name) is None}
         if names:
             return names.pop() if len(names) == 1 else None
     return None

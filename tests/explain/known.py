@@ -499,6 +499,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
     ),
     "no-such-file": (
+        "OSError: Repo id must use alphanumeric chars, '-', '_' or '.'. The maximum length is 96: './nowhere'.",
         "OSError: meta-llama/Llama-4 does not appear to have files named ('model-00002-of-00050.safetensors',"
         " 'model-00003-of-00050.safetensors').",
         "ValueError: No checkpoints in the directory: '/logs/rsl_rl/reach' match 'model.pth'.",
@@ -1105,6 +1106,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "merger-of-ranks": (),
     "code-of-python-2": ("AttributeError: 'collections.OrderedDict' object has no attribute 'iteritems'",),
     "other-release-of-library": (
+        "ModuleNotFoundError: Could not import module 'BloomPreTrainedModel'. Are this object's requirements defined"
+        " correctly?",
         "AttributeError: 'NoneType' object has no attribute 'missing_keys'",
         "ImportError: cannot import name 'LossKwargs' from 'transformers.utils'"
         " (/site-packages/transformers/utils/__init__.py)",
@@ -1141,7 +1144,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "no-latest-file": ("ValueError: Unable to find 'latest' file at /out/latest",),
     "refused-as-malicious": ("Exception: Error verifying pickled file from C:\\sd\\models\\a.ckpt",),
     "old-whole-optimizer": ("AttributeError: 'LambdaLR' object has no attribute '_last_lr'",),
-    "none-in-state-dict": (),
+    "none-in-state-dict": (
+        "While copying the parameter named 'bias', expected torch.Tensor or Tensor-like object from checkpoint but"
+        " received <class 'int'>",
+    ),
     "call-of-load-state-dict": (
         "TypeError: load() got an unexpected keyword argument 'strict'",
         "TypeError: Module.load_state_dict() got an unexpected keyword argument 'map_location'",
@@ -1176,5 +1182,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "pickle-over-4-gb": (),
     "path-not-model": ("AttributeError: 'str' object has no attribute 'eval'",),
     "not-a-zip": (),
+    "quantiser-not-installed": (
+        "ImportError: Loading a GPTQ quantized model requires optimum (`pip install optimum`)",
+        "importlib.metadata.PackageNotFoundError: No package metadata was found for bitsandbytes",
+    ),
 }
 """More wordings of each record than its own example, by the record's name."""

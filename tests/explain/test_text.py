@@ -340,6 +340,8 @@ def test_the_parts_of_a_chain():
         (r"C:\models\net.ckpt", r"C:\models\net.ckpt"),
         (r"Error verifying pickled file from V:/!SDModels\net.ckpt:", None),  # a part of a path is no path
         ("loading <model.pth>", "model.pth"),
+        ("    return self.model(x)", None),
+        ("open('yolov3.weights')", "yolov3.weights"),
         ("[Errno 2] No such file or directory: 'model.safetensors'", "model.safetensors"),
         ("IsADirectoryError: [Errno 21] Is a directory: 'out 1/checkpoint-500'", "out 1/checkpoint-500"),
     ],
