@@ -90,8 +90,10 @@ class Followed(Struct, frozen=True):
                 return False
             ours = [(step.source, step.key) for step in group]
             theirs = [(number, number if names is None else names[number]) for number in old["params"]]
+            # Names in place of numbers are the keys of the weights, or those of the model inside of a wrapper.
+            named = str if names is not None and all(name == number for number, name in theirs) else bare
             found, wanted = (
-                [(number if has_state else None, None if names is None else bare(key)) for number, key in pairs]
+                [(number if has_state else None, None if names is None else named(key)) for number, key in pairs]
                 for pairs in (ours, theirs)
             )
             if set(found) != set(wanted) if self.optimizer.is_keyed else found != wanted:

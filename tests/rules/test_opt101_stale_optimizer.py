@@ -127,6 +127,30 @@ def test_noop_renamed_parameters_keep_their_positions(tmp_path, groups, prefix):
     assert old["param_groups"] == new["param_groups"]
 
 
+@pytest.mark.parametrize("own", ["", "module."])
+def test_names_in_the_place_of_numbers_follow_if_they_had_the_prefix_too(tmp_path, own):
+    """As Composer saves them; torch's own names are those inside of the wrapper."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    names = [own + name for name, _ in model.named_parameters()]
+    held = optimizer.state_dict()
+    named = {
+        "state": {names[number]: row for number, row in held["state"].items()},
+        "param_groups": [{**held["param_groups"][0], "params": names}],
+    }
+    weights = {f"module.{key}": value for key, value in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": named}, tmp_path / "run.pth")
+    report = ckptfix.repair(tmp_path / "run.pth", Net(), output=tmp_path / "out.pth").report
+    assert findings(report) == ["OPT101"] * bool(own)
+    saved_again = torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"]
+    bare = [name for name, _ in model.named_parameters()]
+    assert saved_again["param_groups"][0]["params"] == bare
+    assert list(saved_again["state"]) == [bare[number] for number in held["state"]]
+    for number, row in held["state"].items():
+        assert torch.equal(saved_again["state"][bare[number]]["exp_avg"], row["exp_avg"])
+
+
 def test_a_buffer_is_not_in_an_optimizer(tmp_path):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
