@@ -144,7 +144,8 @@ def _is_object(edit: Plain) -> bool:
     if edit.after == "state_dict" and (edit.where == "." or edit.before.startswith("torch.")):
         return False
     is_class = "." in edit.before and " " not in edit.before
-    return is_class and edit.after != "torch.Tensor" and not is_data_class(edit.before)
+    is_data = edit.after == "torch.Tensor" or is_data_class(edit.before)
+    return is_class and (edit.before == "functools.partial" or not is_data)
 
 
 def _within(*places: str) -> tuple[str, ...]:

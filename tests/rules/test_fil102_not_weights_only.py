@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import pickle
 import zipfile
 from collections import Counter, OrderedDict
@@ -79,6 +80,7 @@ class Whole(nn.Linear):
         pytest.param({"spaces": [Space(), Space()]}, ["x.spaces[…] (2)"], id="objects"),
         pytest.param({"activation": nn.Tanh}, ["x.activation"], id="a class"),
         pytest.param({"schedule": weights}, ["x.schedule"], id="a function"),
+        pytest.param({"norm": functools.partial(nn.LayerNorm, eps=1e-6)}, ["x.norm"], id="a function with arguments"),
         pytest.param({"loss": Quantiles()}, ["x.loss"], id="a loss"),
     ],
 )  # fmt: skip
