@@ -11,7 +11,7 @@ For other lists of dangerous names: https://github.com/mmaitre314/picklescan, ht
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -229,6 +229,7 @@ _SYNTAX = frozenset(
     "import from lambda class global nonlocal yield while for with try except raise async await exec".split()
 )
 _VALUES = frozenset("strided sparse_coo contiguous_format channels_last channels_last_3d preserve_format".split())
+_TYPES = frozenset("inf nan device int float bool complex str list tuple dict set".split())  # and numbers
 _SPACES = ("nn", "_C", "fft", "linalg", "special", "sparse", "amp", "ao", "functional", "_nn")
 _BESIDE_SPACES = ("torch.fx.wrap", "torch.fx._symbolic_trace.wrap", "torch.utils.checkpoint.checkpoint")
 # Methods of arrays, storages and graph modules that write files.
@@ -245,7 +246,7 @@ def is_graph_code(body: Any, imports: Any) -> bool:
     if block and not block.endswith("\n") and not code.startswith("\n"):
         return False  # torch joins the two texts, and the code would continue the line of the last import
     lines = [line.strip() for line in block.split("\n")]
-    named = {found[3] or found[2] for line in lines if (found := re.fullmatch(_FROM, line))}
+    named = {found[3] or found[2]: found[2] for line in lines if (found := re.fullmatch(_FROM, line))}
     return all(map(_is_harmless_import, lines)) and _is_harmless_code(code, named)
 
 
@@ -268,7 +269,7 @@ def _is_harmless_import(line: str) -> bool:
     return not (is_known(root) or root in _names("packages") or is_payload(f"{module}.{name}"))
 
 
-def _is_harmless_code(code: str, imported: set[str]) -> bool:
+def _is_harmless_code(code: str, imported: Mapping[str, str]) -> bool:
     texts: list[str] = []
 
     def keep(found: re.Match[str]) -> str:
@@ -291,7 +292,9 @@ def _is_harmless_code(code: str, imported: set[str]) -> bool:
     return all(_is_harmless_word(found, imported) for found in re.finditer(_WORDS, code))
 
 
-def _is_harmless_word(found: re.Match[str], imported: set[str]) -> bool:
+def _is_harmless_word(found: re.Match[str], imported: Mapping[str, str]) -> bool:
+    """Return whether a word of the code is harmless; ``imported`` maps the names that it may use to those in their
+    modules."""
     is_called, is_inner = found[3] is not None, bool(found[1])
     name = unicodedata.normalize("NFKC", found[2])  # as Python reads it
     parts = name.split(".")
@@ -306,7 +309,8 @@ def _is_harmless_word(found: re.Match[str], imported: set[str]) -> bool:
     if is_inner:
         return True
     if parts[0] in imported:  # not a module, but it may be a type or a number
-        return not attributes and (is_called or name[:1].isupper() or name in ("inf", "nan", "device"))
+        own = imported[parts[0]]
+        return not attributes and (is_called or own[:1].isupper() or own in _TYPES)
     if parts[0] in ("pytree", "fx_pytree"):
         return len(parts) == 2 and parts[1].startswith("tree_")
     if parts[0] == "torch":

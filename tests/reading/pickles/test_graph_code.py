@@ -100,7 +100,8 @@ def test_graph_code_and_a_payload_are_both_reported(tmp_path):
 IMPORTS = (
     "NoneType = type(None)\nfrom math import inf\nfrom torch import device\nimport torch\n"
     "import torch.fx._pytree as fx_pytree\nimport torch.utils._pytree as pytree\nfrom _operator import iadd as _iadd\n"
-    "from mmdet.models import f as mmdet_models_f\nfrom torch.nn.functional import relu as relu_1"
+    "from mmdet.models import f as mmdet_models_f\nfrom torch.nn.functional import relu as relu_1\n"
+    "from typing import Dict as typing_Dict\nfrom builtins import str as str\nfrom a.b import Sparse as a_b_Sparse"
 )
 
 
@@ -120,6 +121,7 @@ HARMLESS = [
     "y, = fx_pytree.tree_flatten_spec(([x], {}), self._in_spec)",
     "torch.fx._symbolic_trace.wrap('mmdet_models_f');  y = mmdet_models_f(x)",
     "_set_grad_enabled = torch._C._set_grad_enabled(False);  y = x  # File: a.py:3 in forward, code: import os",
+    "y : typing_Dict[str, typing_Dict[str, a_b_Sparse]] = x",
     "y = torch.empty(1, layout = torch.strided, device = device(type='cpu')) + inf",
 ]
 
