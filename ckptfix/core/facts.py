@@ -275,6 +275,7 @@ class Kind(Enum):
     CONSTANTS = ("constants", _CONSTANTS)
     GUESSED_BUFFERS = ("guessed-buffers", "tensors other than parameters count as buffers")
     TENSOR_ATTRIBUTE = ("tensor-attribute", "neither parameter nor buffer")
+    SCALES_OF_CODES = ("scales-of-codes", "an attribute, with tensors, of a quantised tensor")
     ATTRIBUTE_OF_TENSOR = ("attribute-of-tensor", "an attribute of a tensor")
     MOST_IN_ATTRIBUTES = ("most-in-attributes", "{unnamed:element} in attributes, and {named:element} with names")
 

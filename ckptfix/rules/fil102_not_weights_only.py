@@ -26,6 +26,7 @@ Some things cannot be carried over, and the finding remains:
 - Packed weights of quantised recurrent layers (`torch.ScriptObject`), and tensors that a class builds from others
   (torchao's quantised weights). Nothing is written: torch.load reads the file as it is (the latter after
   `import torchao`). `--ignore FIL102` writes their parts as data, which no module loads, as a check of that file says.
+- Scales that a whole model keeps as attributes of its codes (bitsandbytes). Nothing is written.
 - Tensors that an unknown function builds from a storage or another tensor, as subclasses of Parameter with a pickle of
   their own have; they are kept as such data.
 - Parameters of lazy modules that never ran, which are empty.
@@ -123,6 +124,16 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 "if the name is misspelt, the file is damaged: fetch it again; otherwise save the model again with "
                 "plain tensors"
             ),
+        )
+    scales = [fact.place for fact in checkpoint.remarked(Kind.SCALES_OF_CODES)]
+    if scales:
+        yield rule.finding(
+            Level.ERROR,
+            f"quantised weights whose scales are attributes of their tensors ({first_names(scales)}): the output would "
+            "have their codes only",
+            evidence={"attributes": scales},
+            remedies=advise("load the model with the library that quantised it, and save model.state_dict()"),
+            blocks=Blocks.WRITING | Blocks.LOADING,
         )
     empty = tuple(fact.place for fact in checkpoint.remarked(Kind.UNINITIALIZED))
     if empty:

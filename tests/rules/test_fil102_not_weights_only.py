@@ -332,6 +332,31 @@ class Composed(torch.Tensor):
         return args[0]
 
 
+class QuantState:
+    def __init__(self) -> None:
+        self.absmax = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "level"),
+    [
+        (torch.float32, torch.ones(2), Level.NOTE),
+        (torch.int8, 0.5, Level.NOTE),
+        (torch.bool, torch.ones(2), Level.NOTE),
+        (torch.int8, torch.ones(2), Level.ERROR),
+        (torch.uint8, QuantState(), Level.ERROR),
+        (torch.float8_e4m3fn, [torch.ones(2)], Level.ERROR),
+    ],
+)
+def test_codes_are_not_written_without_scales_that_are_their_attributes(dtype, scale, level, tmp_path):
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.ones(2, 2).to(dtype), requires_grad=False)
+    model.weight.scale = scale  # type: ignore[attr-defined]  # as bitsandbytes sets it
+    report = ckptfix.repair(saved(tmp_path, model), output=tmp_path / "out.pth", values=False).report
+    assert (report.output is None) is (level is Level.ERROR)
+    assert max(finding.level for finding in report.findings if "scale" in str(finding.evidence)) is level
+
+
 def test_a_tensor_made_of_parts_is_named_before_and_after_it_is_taken_apart(tmp_path):
     file = saved(tmp_path, {"weight": Composed(torch.ones(2, 2, dtype=torch.int8)), "bias": torch.ones(2)})
     report = ckptfix.repair(file, output=tmp_path / "kept.pth").report

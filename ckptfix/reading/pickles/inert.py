@@ -21,7 +21,7 @@ from ckptfix.bytes.limits import bounded_keys, shown
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.objects import Global, Opaque, tensors_in
 from ckptfix.core.spec import Quantizer, Storage, TensorSpec
 from ckptfix.errors import hostile
 from ckptfix.reading.folders.rank_shards import local_part
@@ -123,7 +123,8 @@ class InertTable(Struct):
     pickle (``_load_from_bytes``) from its bytes.
 
     ``foreign`` are tensor subclasses, objects in place of hooks, and ``requires_grad`` of fp8 tensors, which torch does
-    not load; ``attributes`` are the names of attributes set on tensors; ``derived`` are names that the pickle builds
+    not load; ``attributes`` are the names of attributes set on tensors, ``scales`` those with tensors of their own that
+    are set on codes; ``derived`` are names that the pickle builds
     with ``getattr`` and the like; ``called`` are called globals that have no entry in the table. ``stored_bytes`` is
     the size of the storages so far."""
 
@@ -131,6 +132,7 @@ class InertTable(Struct):
     nested: Callable[[bytes], Any]
     foreign: dict[str, None] = field(default_factory=dict)
     attributes: dict[str, None] = field(default_factory=dict)
+    scales: dict[str, None] = field(default_factory=dict)
     derived: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     _known: dict[Global, tuple[Callable[..., Any] | None, str, str]] = field(default_factory=dict)
@@ -158,6 +160,7 @@ class InertTable(Struct):
     def remarks(self) -> list[Fact]:
         """Return remarks on tensor subclasses and attributes of tensors."""
         found = [Fact.of(Kind.TENSOR_SUBCLASS, "state_dict", name=name) for name in self.foreign]
+        found += [Fact(Kind.SCALES_OF_CODES, name) for name in self.scales]
         return found + [Fact(Kind.ATTRIBUTE_OF_TENSOR, name) for name in self.attributes]
 
     # torch ------------------------------------------------------------------------------------------------------------
@@ -216,6 +219,7 @@ class InertTable(Struct):
         self._note_attributes(state)
         if not isinstance(data, TensorSpec):
             return NotImplemented
+        self._note_scales(data, state)
         _refuse_gradient(data.dtype, requires_grad)
         return replace(data, is_parameter=True, requires_grad=bool(requires_grad))
 
@@ -224,6 +228,14 @@ class InertTable(Struct):
         for part in state if isinstance(state, tuple) else (state,):
             names = map(str, part if isinstance(part, dict) else ())
             self.attributes.update(dict.fromkeys(name for name in names if not name.startswith("_")))
+
+    def _note_scales(self, data: Any, state: Any) -> None:
+        """Record attributes of codes that hold tensors, as bitsandbytes keeps the scales in a whole model."""
+        if not isinstance(data, TensorSpec) or DTYPES[data.dtype].itemsize != 1 or data.dtype == "bool":
+            return
+        for part in state if isinstance(state, tuple) else (state,):
+            held = part.items() if isinstance(part, dict) else ()
+            self.scales.update(dict.fromkeys(str(name) for name, value in held if any(True for _ in tensors_in(value))))
 
     def variable(self, data: Any = None, *_: Any) -> Any:
         """Stand in for ``Variable(data)`` of torch 0.1 to 0.3 and ``torch.Tensor(tensor)``."""
@@ -239,7 +251,9 @@ class InertTable(Struct):
             self._note_attributes(state)
         if function.name == "_rebuild_wrapper_subclass" and len(args) > 2:
             return local_part(cls, args[2], state)
-        return self.call(function, args)
+        made = self.call(function, args)
+        self._note_scales(made, state)
+        return made
 
     def on_manifold(self, *args: Any, build_fn: Any = None) -> Any:
         """Stand in for ``_rebuild_manifold_tensor(*args, {}, class, manifold, requires_grad, build_fn=…)`` of geoopt by
