@@ -179,10 +179,15 @@ def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain], los
         ("left_out", on_tensors, "attribute", "set on tensors by code, which the output will not have"),
         ("storages", storages, "storage", "without a tensor: torch.load reads them, but the output has tensors"),
         ("programs", programs, "program", "that torch.jit.load runs without the model's class: the output has no code"),
-        ("pickles", pickles, "plain pickle", "that code reads with pickle.load, which cannot read the output"),
     ):
         if places:
             yield rule.finding(Level.NOTE, f"{counted(len(places), what)} {said}", evidence={name: places})
+    if pickles:
+        yield rule.finding(
+            Level.NOTE,
+            "code that reads this file with pickle.load needs torch.load for the output",
+            evidence={"pickles": pickles},
+        )
     objects: dict[str, str] = {}
     known = _within(*parts)
     inside: tuple[str, ...] = ()
