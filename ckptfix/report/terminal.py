@@ -245,13 +245,8 @@ def _finding_lines(finding: Finding, report: Report, presentation: Presentation)
     yield from (f"    {line}" for line in lines)
     if presentation.verbose and evidence:
         yield (Span(f"  evidence: {'; '.join(evidence_items(evidence))}", "faint"),)
-    elif shown := _figures_text({name: each for name, each in evidence.items() if not _is_said(each, finding.message)}):
+    elif shown := _figures_text(evidence):
         yield (Span(f"  {shown}", "faint"),)
-
-
-def _is_said(figure: object, message: str) -> bool:
-    """Return whether the message contains a figure that is text."""
-    return isinstance(figure, str | list) and bool(figure) and _figure(figure) in message
 
 
 def _spec(evidence: dict[str, Any]) -> Callable[[str], str] | None:

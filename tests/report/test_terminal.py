@@ -63,7 +63,7 @@ resnet.pth: repaired (6 keys renamed, 3 keys filled) → resnet.fixed.pth; loads
 KEY102 wrapper-prefix error [fixed]
   6 keys begin with `module.`
     module.layer{1…3}.{0,1}.conv1.weight  (6)
-  share 1
+  prefix module, share 1
 
 BUF101 missing-num-batches-tracked warning [fixed]
   BatchNorm has no counter
