@@ -108,6 +108,8 @@ class OwnFile(NamedTuple):
             raise UsageError(f"{path}: already exists and is not a ckptfix {what}; name another file")
         if not path.resolve().parent.is_dir():
             raise UsageError(f"{path}: the folder {path.parent} does not exist; create it, or name another file")
+        if not os.access(path.resolve().parent, os.W_OK):
+            raise UsageError(f"{path}: the folder {path.parent} is not writable; name another file")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[TextIO]:

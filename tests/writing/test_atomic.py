@@ -333,3 +333,9 @@ def test_a_report_on_a_full_disk_says_so_in_words(tmp_path, monkeypatch):
     words = "page.html: the report cannot be written: No space left on device; name another place"
     with pytest.raises(WriteError, match=words), OwnFile(tmp_path / "page.html", "report", b"ckptfix").writing():
         pass
+
+
+def test_a_report_in_a_folder_that_is_not_writable_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a read-only disk, also for root
+    with pytest.raises(UsageError, match=r"page\.html: the folder .* is not writable; name another file"):
+        OwnFile(tmp_path / "page.html", "report", b"ckptfix").refuse()
