@@ -137,6 +137,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     rivals = _rival_sets(moves, inference) if not inference.origin and source_model is None else ()
     if rivals:
         moves = {key: replace(move, label=Label.AMBIGUOUS) for key, move in moves.items()}
+    _doubt_taken_names(moves, checkpoint.entries)
     taken = sum(source.get(key) == wanted.get(key, ()) for key in moves)
     elsewhere = f"; {taken} of their names belong to other layers in the file" if taken else ""
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
@@ -289,6 +290,18 @@ def _rival_sets(moves: Moves, inference: Inference) -> tuple[str, ...]:
         if 2 * sum(either) > len(moved):
             return tuple(fronts)
     return ()
+
+
+def _doubt_taken_names(moves: Moves, entries: Collection[str]) -> None:
+    """Mark moves to the names of tensors that stay as ambiguous: `layers.1` cannot become `layers.2` if the map does
+    not know where `layers.2` belongs."""
+    while True:
+        applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
+        moved = {part.source for move in applied.values() for part in move.parts}
+        stuck = [key for key in applied if key in entries and key not in moved]
+        if not stuck:
+            return
+        moves |= {key: replace(moves[key], label=Label.AMBIGUOUS) for key in stuck}
 
 
 def _figures(proof: Equivalence) -> dict[str, object]:

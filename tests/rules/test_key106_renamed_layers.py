@@ -440,3 +440,24 @@ def test_nothing_is_taken_from_one_of_two_equal_networks(networks, model):
 def test_layers_of_one_network_are_mapped(state, model):
     report = ckptfix.check(state.state_dict(), model, values=False, rename_layers=True)
     assert any(finding.code == "KEY106" and finding.fix is not None for finding in report.findings)
+
+
+def test_a_layer_does_not_take_the_name_of_one_that_stays(tmp_path):
+    """The values show where three layers are now, but not what became of one whose name they would take."""
+    torch.manual_seed(0)
+    shapes = {"up": (24, 12), "down": (12, 24), "gate": (24, 12)}
+    state = {f"stem.{at}.weight": torch.randn(16, 12) for at in range(2)}
+    state |= {f"layers.{at}.{name}.weight": torch.randn(shape) for at in range(2) for name, shape in shapes.items()}
+    like = {key.replace("0", "2").replace("1", "3"): torch.randn(16, 12) for key in list(state)[:2]}
+    for at in range(2):
+        for name in shapes:
+            new = f"layers.{at + 1}.{name.replace('down', 'key')}.weight"
+            is_kept = (at, name) in {(0, "down"), (0, "gate"), (1, "up")}
+            like[new] = state[f"layers.{at}.{name}.weight"] + 0.01 if is_kept else torch.randn(shapes[name])
+    torch.save(like, tmp_path / "like.pth")
+    for layers in (True, False):
+        done, report = ckptfix.repair_state_dict(
+            state, like=tmp_path / "like.pth", rename_layers=layers, unsafe_fixes=not layers, select=("KEY",)
+        )
+        assert all(any(torch.equal(value, given) for given in done.values()) for value in state.values())
+        assert report.exit_code == 1
