@@ -114,6 +114,10 @@ class _Gatherer(Struct):
                     self.entries.setdefault(f"{prefix}{name}", child)
         for name, value in packed_attributes(module):
             self.entries[f"{prefix}{name}"] = value
+        persistent = module.attributes.get("_persistent")  # which states a metric of torchmetrics saves
+        for name, is_saved in persistent.items() if isinstance(persistent, dict) else ():
+            if is_saved is True and isinstance(value := module.attributes.get(name), TensorSpec):
+                self.entries[f"{prefix}{name}"] = value
 
     def _holds_tensors(self, value: Any, depth: int = 0) -> bool:
         """Return whether an object that is not a module contains tensors, or may: the search is bounded."""
