@@ -115,10 +115,10 @@ def _read_or_undo(content: Content) -> Document:
         undone = _read_undone(content)
         if undone is not None and _tensors(undone) >= _tensors(document):
             return undone  # with fewer, it is a torch file inside a plain pickle: each tensor of one is such a file
-        from ckptfix.reading.foreign.files import name_mangled
+        from ckptfix.reading.foreign.files import name_joblib, name_mangled
 
-        if (mangled := name_mangled(content)) is not None:
-            raise UnreadableError(f"{content.path}: {mangled}")
+        if (named := name_mangled(content) or name_joblib(content)) is not None:
+            raise UnreadableError(f"{content.path}: {named}")
         return document
 
 

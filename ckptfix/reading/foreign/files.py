@@ -45,7 +45,7 @@ UNFINISHED = frozenset(".crdownload .part .partial .download .opdownload .incomp
 
 _ZLIB = (b"x\x01", b"x^", b"x\x9c", b"x\xda")
 _ARRAY_OF_JOBLIB = b"joblib.numpy_pickle"
-_JOBLIB = "if you trust its source, load it with joblib.load and save its arrays as a state_dict"
+_JOBLIB = "if you trust its source, load it with joblib.load and save its weights as a state_dict"
 _LEAST_TEXT = 8  # bytes of text that are not a coincidence
 _ZERO_HEAD = 64  # zeros at the start that are not a coincidence
 _NOISE = 4096  # bytes that are needed to measure the entropy
@@ -147,11 +147,11 @@ def _signed(content: Content) -> str | None:
     return None
 
 
-def _joblib(content: Content) -> str | None:
+def name_joblib(content: Content) -> str | None:
     """Name a file of joblib.dump: a pickle with the bytes of arrays between its opcodes, often compressed with zlib."""
     head = content[:READ]
     if head.startswith(b"\x80") and _ARRAY_OF_JOBLIB in head:
-        return f"a joblib file with NumPy arrays, not a PyTorch checkpoint; {_JOBLIB}"
+        return f"a joblib file with NumPy arrays between its pickles, which torch cannot read; {_JOBLIB}"
     if head.startswith(_ZLIB):
         try:
             inside = zlib.decompressobj().decompress(head, 64)
@@ -227,7 +227,7 @@ def describe_unknown(content: Content) -> str:
 
 
 # In the order in which they are tried.
-_NAMERS: tuple[Callable[[Content], str | None], ...] = (_zeros, name_mangled, _transcoded, _joblib, _signed, _text)
+_NAMERS: tuple[Callable[[Content], str | None], ...] = (_zeros, name_mangled, _transcoded, name_joblib, _signed, _text)
 
 
 SEARCHED = 1 << 16  # bytes at the start of a file in which a checkpoint may begin after other data

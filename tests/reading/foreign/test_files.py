@@ -32,6 +32,10 @@ JOBLIB = (
 )
 """What joblib.dump writes of an array: a record, padding of 0xFF, the bytes."""
 
+WITH_WEIGHTS = (
+    pickle.dumps(torch.nn.Linear(2, 2), 3)[:-1] + b"cjoblib.numpy_pickle\nNumpyArrayWrapper\n)\x81}b" + JOBLIB[-77:]
+)
+
 NOISE = random.Random(3).randbytes(1 << 16)
 
 
@@ -97,6 +101,7 @@ def test_signatures_are_unambiguous() -> None:
         (b"\xfe\xff" + torch_zip(state_dict()).decode("latin-1").encode("utf-16-be"), "as UTF-16 text"),
         (bytes(600) + b"\1" * 100, "begins with 600 zeros"),
         (JOBLIB, "a joblib file with NumPy arrays"),
+        (WITH_WEIGHTS, "a joblib file with NumPy arrays"),
         (zlib.compress(JOBLIB), "a zlib stream, as joblib"),
         (gzip.compress(JOBLIB, mtime=0), "a joblib file with NumPy arrays"),
         (NOISE, "look random"),

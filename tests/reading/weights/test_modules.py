@@ -106,8 +106,9 @@ def test_a_parameter_on_a_manifold_of_geoopt_keeps_its_bits(tmp_path, monkeypatc
 def test_the_persistent_states_of_a_metric_are_in_the_state_dict(tmp_path):
     torchmetrics = pytest.importorskip("torchmetrics")
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torchmetrics.MeanMetric(), torchmetrics.MaxMetric())
-    net[2].persistent(True)
-    net[2](torch.ones(2))
+    metric: Any = net[2]
+    metric.persistent(True)
+    metric.update(torch.ones(2))
     expected: Any = net.state_dict()
     built: Any = opened(saved(net, tmp_path)).state_dict()
     assert "2.max_value" in expected
