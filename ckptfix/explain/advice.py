@@ -55,6 +55,8 @@ def filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject
         command = each.command
         if subject.keeps_weights and "--fill target" in command:
             continue
+        if subject.is_folder:
+            command = re.sub(r"\bFOLDER\b", "{FILE}", command)
         if subject.model:
             command = command.replace("--model {MODEL}", shell_join(subject.model))
         yield Advice(filled(each.text, values), filled(command, words), filled(each.code, values))

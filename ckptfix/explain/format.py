@@ -12,7 +12,7 @@ from ckptfix.core.option import REPAIR
 from ckptfix.core.options import command_words
 from ckptfix.core.report import Report
 from ckptfix.core.wording import shell_join
-from ckptfix.explain.advice import MODEL, Advice
+from ckptfix.explain.advice import FILE, MODEL, Advice
 from ckptfix.explain.explanation import Explanation, KnownMessage
 from ckptfix.reading.folders.folders import OF_TRAINING
 from ckptfix.report.advice import Presentation, message_with_count, suggested
@@ -235,13 +235,19 @@ def _advice_lines(advice: Advice) -> Iterator[Line]:
         yield from _wrapped(advice.text, 2)
 
 
+_PLACEHOLDERS = {
+    FILE: "your checkpoint",
+    "FOLDER": "the folder of your checkpoint",
+    "BASE": "the model that the adapter was trained on",
+    "ADAPTER": "the file or folder of the adapter",
+    "REFERENCE": "a checkpoint that loads",
+    MODEL: "what builds your model, such as torchvision.models:resnet50",
+}
+
+
 def _placeholder_lines(explanation: Explanation) -> Iterator[Line]:
-    commands = " ".join(advice.command for advice in explanation.advice)
-    places = []
-    if " FILE" in commands:
-        places.append("FILE is your checkpoint")
-    if MODEL in commands:
-        places.append(f"{MODEL} is what builds your model, such as torchvision.models:resnet50")
+    words = {word for advice in explanation.advice for word in advice.command.split()}
+    places = [f"{name} is {meaning}" for name, meaning in _PLACEHOLDERS.items() if name in words]
     if places:
         yield from _wrapped(f"({'; '.join(places)})", 2)
 

@@ -234,3 +234,13 @@ def test_an_entry_that_the_file_has(key: str, is_held: bool):
     assert found is not None
     ((said, _),) = found.causes
     assert (f"has an entry '{key}'" in said) is is_held
+
+
+def test_a_known_folder_is_in_the_commands():
+    text = (
+        "Unable to find latest file at ./x/latest, if trying to load latest checkpoint please ensure this file exists"
+    )
+    for subject, name in ((None, "FOLDER"), (MessageContext("my run", is_folder=True), "'my run'")):
+        explanation = explain(text, subject)
+        assert explanation is not None
+        assert f"ckptfix repair {name} -o model.pth" in [advice.command for advice in explanation.advice]
