@@ -50,16 +50,17 @@ def _checkpoints(path: str) -> Iterable[str]:
     if not Path(path).is_dir():
         return [path]
     import ckptfix
-    from ckptfix.reading.folders.folders import has_ranks, only_checkpoint, weights_file
+    from ckptfix.reading.folders.folders import dcp_items, has_ranks, only_checkpoint, weights_file
     from ckptfix.reading.opening import OF_TRAINERS
 
     is_of_library = is_below = False
     lacking: list[str] = []
     try:
         if not has_ranks(Path(path)):  # ranks are not read twice: there may be hundreds
-            opened = ckptfix.open_checkpoint(path).path
+            opened = Path(ckptfix.open_checkpoint(path).path)
             is_of_library = weights_file(path) is not None
-            is_below = opened.startswith(str(only_checkpoint(Path(path))))  # the other files are checked too
+            # If it is a part of the folder, the other files are checked too.
+            is_below = only_checkpoint(Path(path)) in (opened, *opened.parents) or [opened] == dcp_items(Path(path))[1]
         if not is_of_library and not is_below:
             return [path]
     except MissingSaveError:

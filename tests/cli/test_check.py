@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from tests.checks import bytes_of
 from tests.cli.programs import run, run_here
@@ -87,6 +88,18 @@ def test_a_missing_save_that_is_named_the_latest_is_an_error_beside_the_reports_
     done = run_here("check", "saved", cwd=tmp_path)
     assert (done.returncode, "saved/latest: names global_step9, which is missing" in done.stderr) == (2, True)
     assert done.stdout.startswith("saved/global_step2: nothing wrong")
+
+
+def test_checkpoints_next_to_the_only_one_of_torch_distributed_are_checked_too(folder):
+    """As torchtune has `epoch_0` next to `dist_epoch_0`."""
+    (folder / "run" / "epoch_0").mkdir(parents=True)
+    state_dict_saver.save({"a": torch.ones(2)}, checkpoint_id=folder / "run" / "dist_epoch_0", no_dist=True)
+    (folder / "good.pth").rename(folder / "run" / "epoch_0" / "model.pth")
+    done = run_here("check", "run", cwd=folder)
+    assert [line.split(": ")[0] for line in done.stdout.splitlines() if ": nothing wrong" in line] == [
+        "run/dist_epoch_0",
+        "run/epoch_0/model.pth",
+    ]
 
 
 def test_pickles_of_a_folder_are_checked_if_they_have_weights_or_run_code(folder):

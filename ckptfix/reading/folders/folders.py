@@ -158,7 +158,7 @@ def has_ranks(folder: Path) -> bool:
 def read_siblings(file: Path, salvage: bool) -> Document | None:
     """Return the document of all ranks beside a file that is one of them or names the latest save; None for any other
     file."""
-    if file.name in _POINTERS and file.is_file() and (has_ranks(file.parent) or _items(file.parent)[1]):
+    if file.name in _POINTERS and file.is_file() and (has_ranks(file.parent) or dcp_items(file.parent)[1]):
         return read_folder(str(file.parent), salvage)
     if dcp_safetensors.SHARD.fullmatch(file.name) and file.is_file():
         return dcp_safetensors.read_folder(file.parent)
@@ -184,7 +184,7 @@ def _merged(form: ModuleType, files: RankFiles) -> Document | None:
 
 def _read_items(folder: Path, salvage: bool) -> Document | None:
     """Return the document of the latest or only DCP folder in a folder, merged with that of an optimizer beside it."""
-    found, models = _items(folder)
+    found, models = dcp_items(folder)
     if len(models) > 1 and (named := _latest(folder, models)) is not None:
         models = found = [named]
     if len(models) > 1:
@@ -220,7 +220,7 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
     return document
 
 
-def _items(folder: Path) -> tuple[list[Path], list[Path]]:
+def dcp_items(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the folders of torch.distributed.checkpoint in a folder, and those of them that are not optimizers.
 
     A model and its optimizer may each be in one more folder: ``weights/model`` and ``optimizer/optim`` of NeMo RL."""
@@ -339,7 +339,7 @@ def _checkpoints(folder: Path) -> list[Path]:
         place, depth = pending.pop(0)
         try:
             is_one = any(form.looks_like(place) for form in FOLDER_FORMATS) or has_ranks(place)
-            items, models = _items(place)
+            items, models = dcp_items(place)
             is_one = is_one or len(models) == 1 < len(items)  # a model with its optimizer
             below = [child for child in sorted(place.iterdir()) if child.is_dir() and depth < _DEPTH]
         except OSError:
