@@ -1134,6 +1134,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "width-of-text-encoder": ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (77x768 and 2048x640)",),
     "view-of-other-size": (),
     "dimensions-of-weight": (
+        "ValueError: wrong number of dimensions of weight: expected 3, got 2",
+        "RuntimeError: Expected 4-dimensional tensor, but got 3-dimensional tensor for argument #1",
         "b, c, h, w = x.shape\n    ^^^^^^^^^^\nValueError: not enough values to unpack (expected 4, got 3)",
     ),
     "parameter-of-ranks": (

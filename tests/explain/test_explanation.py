@@ -244,3 +244,12 @@ def test_a_known_folder_is_in_the_commands():
         explanation = explain(text, subject)
         assert explanation is not None
         assert f"ckptfix repair {name} -o model.pth" in [advice.command for advice in explanation.advice]
+
+
+def test_a_web_ui_that_goes_on_without_a_model():
+    error = "TypeError: 'NoneType' object is not iterable"
+    for text in (f"{error}\n*** Error completing request", f'  File "modules_forge/main_thread.py", line 30\n{error}'):
+        explanation = explain(text)
+        assert explanation is not None
+        assert explanation.name == "model-did-not-load"
+    assert explain(error) is None
