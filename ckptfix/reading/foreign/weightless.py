@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -87,7 +87,24 @@ def why_weightless(document: Document) -> str:
             f"{document.path}: no weights under names: the file holds {counted(unnamed, 'tensor')} in lists{beside};"
             f" {NAME_THEM}"
         )
+    if inside := next(_files_in(root), None):
+        return (
+            f"{document.path}: no weights under names: entry {inside} holds a torch file as bytes; write these bytes to "
+            "a file of its own and give that"
+        )
     return f"{document.path}: no weights found in it: the file holds {_described(root)}; is it the right file?"
+
+
+_FILES = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF")  # how files of torch.save begin
+
+
+def _files_in(root: Any) -> Iterator[str]:
+    """Yield the keys under which a container has torch files as bytes, as d3rlpy's ``.d3`` files have."""
+    for name, value in root.items() if isinstance(root, dict) else ():
+        if isinstance(value, Opaque) and str(value.cls).endswith("io.BytesIO"):
+            value = next(iter(value.state if isinstance(value.state, tuple) else value.args), None)
+        if isinstance(value, (bytes, bytearray)) and bytes(value[:8]).startswith(_FILES):
+            yield shown(name)
 
 
 def _state_of(root: Any) -> str | None:

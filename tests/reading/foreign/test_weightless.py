@@ -1,3 +1,4 @@
+import io
 import random
 
 import numpy as np
@@ -81,6 +82,17 @@ def test_anything_else_is_described(value, held, tmp_path):
 def test_tensors_without_names_are_counted(value, held, tmp_path):
     with pytest.raises(UnreadableError, match=f"no weights under names: the file holds {held}"):
         opened(saved(value, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda file: file.getvalue(), lambda file: bytearray(file.getvalue()), lambda file: file]
+)
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_torch_file_in_bytes_is_named(wrap, zipped, tmp_path):
+    file = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, file, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UnreadableError, match="entry 'torch' holds a torch file as bytes"):
+        opened(saved({"torch": wrap(file), "config": "{}"}, tmp_path))
 
 
 def test_a_value_in_itself_is_described(tmp_path):
