@@ -34,7 +34,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.coverage import obstacles
-from ckptfix.core.edits import Assemble, Edit, renames
+from ckptfix.core.edits import Assemble, Edit, Rename, renames
 from ckptfix.core.finding import Finding, Fix, Level, advise, counted
 from ckptfix.core.parts import Part
 from ckptfix.core.rename_map import AMBIGUOUS, RenameMap
@@ -72,7 +72,9 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
     try:
         moves = resolve(fitting(given, shapes, wanted) if wanted else given, shapes, wanted)
     except UsageError as error:  # a pattern of --rename, which may fit another file
-        raise UsageError(f"{checkpoint.path}: ", *error.args) from error
+        renamed = [step.rule for step in context.plan.steps if any(isinstance(edit, Rename) for edit in step.edits)]
+        after = f", after {' and '.join(renamed)} renamed its keys" if renamed else ""
+        raise UsageError(f"{checkpoint.path}{after}: ", *error.args) from error
     for key, move in moves.items():
         (part, *others) = move.parts
         if not others and part == Part.whole(part.source, shapes[part.source]):

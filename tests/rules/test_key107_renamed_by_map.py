@@ -263,3 +263,11 @@ def test_a_leading_module_that_the_map_names_stays():
     model = nn.ParameterDict({"x": torch.ones(1), "y": torch.ones(1)})
     done, _ = ckptfix.repair_state_dict(state, model, rename=["module.a=x", "module.b=y"])
     assert set(done) == {"x", "y"}
+
+
+def test_a_pattern_for_a_name_that_another_rule_changed_names_that_rule():
+    state = {"module.a.weight": torch.ones(2), "module.b.weight": torch.ones(2)}
+    with pytest.raises(ckptfix.UsageError, match=r"after KEY102 renamed its keys: .* no key of the file matches"):
+        ckptfix.repair_state_dict(state, rename=("module.a.*=module.c.*",))
+    done, _ = ckptfix.repair_state_dict(state, rename=("module.a.*=module.c.*",), ignore=("KEY102",))
+    assert list(done) == ["module.c.weight", "module.b.weight"]
