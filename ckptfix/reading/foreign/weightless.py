@@ -89,8 +89,8 @@ def why_weightless(document: Document) -> str:
         )
     if inside := next(_files_in(root), None):
         return (
-            f"{document.path}: no weights under names: entry {inside} holds a torch file as bytes; write these bytes to "
-            "a file of its own and give that"
+            f"{document.path}: no weights under names: entry {inside} holds a torch file as bytes; write these bytes "
+            "to a file of its own and give that"
         )
     return f"{document.path}: no weights found in it: the file holds {_described(root)}; is it the right file?"
 
