@@ -12,7 +12,7 @@ from ckptfix.core.facts import ABSENT, Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
-from ckptfix.errors import Opt, UnreadableError, damaged
+from ckptfix.errors import Opt, UnreadableError
 
 
 class Document(Struct):
@@ -57,12 +57,12 @@ def split_entries(
     tensors = sum(isinstance(entry, TensorSpec) for entry in whole.values())
     if not (salvage and tensors):
         causes = clauses(document.damage) or "is damaged"
+        again = "the missing files" if any(fact.kind in ABSENT for fact in document.damage) else "the file again"
         if not tensors:
-            raise damaged(document.path, f"{causes}: no tensor in it is complete")
+            raise UnreadableError(f"{document.path}: {causes}: no tensor in it is complete; fetch {again}")
         back = f"all {counted(tensors, 'tensor')}"
         if lost:
             back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
-        again = "the missing files" if any(fact.kind in ABSENT for fact in document.damage) else "the file again"
         what = f"{document.path}: {causes}: fetch {again}, or take {back} with "
         raise UnreadableError(what, Opt("salvage", True))
     return whole, lost

@@ -294,3 +294,15 @@ def test_a_damaged_header_is_found_when_its_part_is_read(tmp_path: Path) -> None
     with pytest.raises(UnreadableError, match=r"rank_1\.pt: member .*data/0 is not where"):
         checkpoint.read("blocks.0.weight")
     assert "blocks.0.weight" in ckptfix.open_checkpoint(tmp_path, salvage=True).specs
+
+
+def _without_mean(rank: int, state: dict[str, Any]) -> None:
+    del state["mean"]
+
+
+def test_one_rank_of_several_asks_for_the_others(tmp_path: Path) -> None:
+    _save(tmp_path, _without_mean)
+    for rank in (1, 2):
+        (tmp_path / f"model_world_size_3_rank_{rank}.pt").unlink()
+    with pytest.raises(UnreadableError, match=r"lacks 2 ranks of 3.*: no tensor in it is complete; fetch the missing"):
+        ckptfix.open_checkpoint(tmp_path)
