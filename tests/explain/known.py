@@ -337,6 +337,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: Parameter or buffer with name=foo.weight not found in model",
     ),
     "adapter-of-another-base": (),
+    "adapter-of-old-release": (
+        "ValueError: Trying to load old OFT checkpoint, which is no longer supported. Please install PEFT <= v0.15.2 to"
+        " load it or train a new OFT adapter.",
+        "UserWarning: The cayley-neumann parameterization has been slightly changed to be more numerically stable in"
+        " PEFT 0.18.0. Please retrain your adapter weights with newer PEFT versions.",
+    ),
     "no-adapter-config": (
         "TypeError: The LoraConfig config that is trying to be loaded is missing required keys: {'peft_type'}.",
     ),
