@@ -177,11 +177,6 @@ def shape_of(parts: tuple[Part, ...]) -> Shape:
     return shape_over(part.place for part in parts)
 
 
-def is_whole(parts: tuple[Part, ...], shapes: Mapping[str, Shape]) -> bool:
-    """Return whether the parts are one whole tensor of these shapes."""
-    return len(parts) == 1 and parts[0] == Part.whole(parts[0].source, shapes[parts[0].source])
-
-
 def shape_over(boxes: Iterable[Box]) -> Shape:
     """Return the shape of the smallest tensor that contains these boxes."""
     return tuple(max(stops) for stops in zip(*([stop for _, stop in box] for box in boxes), strict=True))
