@@ -6,7 +6,8 @@ first such value, and the affected channels (indices of the first dimension). On
 
 Infinities are not reported in attention masks, in quantization observers without data, as a best result so far or an
 unused bound, nor is -Inf in tables of scores or transitions. With a model, that means any buffer except running
-statistics; without one, the name decides. A buffer that is NaN throughout in the file and in a fresh model is fine.
+statistics; for a frozen parameter, and without a model, the name decides. A buffer that is NaN throughout in the file
+and in a fresh model is fine.
 
 Each other part of the file (another set, an average without names) with such values is a separate finding: a warning if
 it may be weights and neither a model nor `--weights` is given, otherwise a note. OPT103 finds those of optimizers.

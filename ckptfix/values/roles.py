@@ -81,7 +81,8 @@ def may_be_infinite(key: str, spec: TensorSpec, target: Target | None) -> bool:
     """Return whether infinities are legitimate: attention masks hold -Inf, and unused range observers hold both."""
     if is_running_statistic(key):
         return False
-    if target and target.modules is not None and key in target.slots:
+    # Some models keep a mask as a frozen parameter.
+    if target and target.modules is not None and key in target.slots and key not in target.frozen:
         return target.slots[key].kind == BUFFER
     # The bias of a Linear or a convolution is a vector; one of more dimensions is added to attention scores.
     bias_matrix = split_key(key)[1] == "bias" and len(spec.shape) > 1

@@ -55,6 +55,14 @@ def test_noop_a_buffer_that_the_model_makes_infinite():
     assert propose(non_finite, model.state_dict(), model) == []
 
 
+@pytest.mark.parametrize(("name", "frozen"), [("attn_mask", True), ("attn_mask", False), ("scale", True)])
+def test_a_mask_may_be_a_frozen_parameter(name, frozen):
+    model = nn.Linear(4, 4)
+    setattr(model, name, nn.Parameter(torch.full((4, 4), -INF).triu(1), requires_grad=not frozen))
+    is_quiet = propose(non_finite, model.state_dict(), model) == []
+    assert is_quiet == (name == "attn_mask" and frozen)
+
+
 def test_noop_a_buffer_that_was_never_set():
     model = nn.Linear(4, 4)
     model.register_buffer("history", torch.full((4,), NAN))
