@@ -167,7 +167,7 @@ class BaseNames:
             folder = Path(base) if Path(base).is_dir() else Path(base).parent
             return self.adapter.refused(
                 f"changes layers that {base} lacks, {len(lacking)} of {number}, such as {lacking[0]}{own}",
-                f"{OTHER_BASE}, or if this is it, first rename its layers for your transformers with ",
+                f"{OTHER_BASE}, or if this is it, have its layers renamed for your transformers by adding ",
                 Opt("model", f"transformers:{folder}"),
             )
         if is_tied:

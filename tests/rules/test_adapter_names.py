@@ -232,3 +232,24 @@ def test_what_to_do_about_a_base_that_lacks_layers(tmp_path):
     with pytest.raises(AdapterError, match="lacks, 1 of 1, such as q; ") as caught:
         ckptfix.repair(base, adapter=adapter, output=tmp_path / "out.safetensors")
     assert f"transformers:{tmp_path}" in str(caught.value)
+
+
+def test_the_model_renames_the_layers_of_its_file_first(tmp_path):
+    """transformers 5 writes ViT's old names, and adapters have the new ones."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+    def make(dtype=torch.float32):
+        torch.manual_seed(0)
+        return ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8)).to(dtype)
+
+    make().save_pretrained(tmp_path / "vit")
+    adapter = trained(
+        LORA(r=4, target_modules=["q_proj", "fc1"], modules_to_save=["classifier"]), tmp_path / "lora", make=make
+    )
+    with pytest.raises(AdapterError, match="have its layers renamed for your transformers"):
+        ckptfix.repair(tmp_path / "vit", adapter=adapter, output=tmp_path / "merged.safetensors")
+    ckptfix.repair(tmp_path / "vit", make(), adapter=adapter, output=tmp_path / "merged.safetensors")
+    merged, want = load_file(tmp_path / "merged.safetensors"), merged_by_peft([adapter], make=make)
+    assert_same(dict(sorted(merged.items())), dict(sorted(want.items())))
