@@ -237,7 +237,7 @@ class Archive(TorchArchive):
         """Return the bytes of a member, whose position is given by its local header and checked against the file."""
         info, content = self.members[name], self.content
         if content.is_remote and info.method == STORED and not why_closed(info.flags, STORED):
-            return DeferredBytes(info.packed, lambda: self.stored_member(name))
+            return DeferredBytes(info.packed, lambda: self._remote_member(info))
         if not self.is_whole(name):
             raise damaged(content.path, f"is cut short in its member {info.name}")
         start = self.index.data_start(content, info)
@@ -260,18 +260,18 @@ class Archive(TorchArchive):
         stop = start + info.packed
         return PackedBytes(content, self._unpacked, info.name, start + skipped, stop, info.size, decoder)
 
-    def stored_member(self, name: str) -> ByteSource:
-        """Return the bytes of a stored member whose header was not read when the archive was opened, as at a URL."""
-        info, content = self.members[name], self.content
+    def _remote_member(self, info: ZipMember) -> ByteSource:
+        """Return the bytes of a stored member of an archive at a URL, whose header is only read now."""
+        content = self.content
         header = read_header(content, info.place)
-        is_it = header is not None and header.is_signed and member_name(header.name, info.flags) == self.root + name
+        is_it = header is not None and header.is_signed and member_name(header.name, info.flags) == info.name
         if header is None or not is_it or header.start + info.packed > content.size:
-            where = f"member {self.root}{name} is not where the archive's directory says"
-            if not content.is_remote:
-                raise damaged(content.path, where)
             from ckptfix.bytes.remote import download_advice
 
-            raise UnreadableError(f"{content.path}: {where}; {download_advice(content.path)}")
+            raise UnreadableError(
+                f"{content.path}: member {info.name} is not where the archive's directory says; "
+                f"{download_advice(content.path)}"
+            )
         return content.source(header.start, info.packed)
 
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:

@@ -20,10 +20,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.decoders import STORED
-from ckptfix.bytes.sources import Content, DeferredBytes
+from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import ContainerPath
 from ckptfix.core.parts import Box, box_at, extent
-from ckptfix.core.spec import ByteSource, Storage, TensorSpec
+from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.reading.archives.zip_directory import ChecksumPlaces, read_directory
 from ckptfix.reading.folders.ranks.divided import Divided, box_on_mesh
 from ckptfix.reading.sniffing import is_zip
@@ -76,14 +76,14 @@ class AlikeRanks:
 
 
 class _TwinArchive(Archive):
-    """An archive whose directory equals that of another one apart from checksums. Local headers are read on use."""
+    """An archive whose directory equals that of another one apart from checksums.
+
+    Its local headers are not read: the directory gives the places of all members, so those of the data are equal too,
+    and checksums verify them."""
 
     def __init__(self, content: Content, other: Archive, order: Mapping[str, int], root: str, sums: array[int]) -> None:
         super().__init__(content, root, other.members, other.index)
         self._order, self._sums = order, sums
-
-    def source(self, name: str) -> ByteSource:
-        return DeferredBytes(self.members[name].packed, lambda: self.stored_member(name))
 
     def crc32(self, name: str) -> int | None:
         return self._sums[self._order[name]]
