@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, Shape, Shapes, full, inverse, merged, shape_of, used_in_full
+from ckptfix.core.parts import Part, Shape, Shapes, full, inverse, is_longer, merged, shape_of, used_in_full
 from ckptfix.maps.doubts import doubt_what_may_differ
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
 from ckptfix.maps.matches import Inference, Match
@@ -119,7 +119,8 @@ def infer_tied(source: Shapes, target: Shapes, tied: Mapping[str, tuple[str, ...
 
 def converted(source: Shapes, target: Shapes, converters: Converters) -> Inference | None:
     """Return the map by the loader of the target's own library, or the inverse of the map by the loader of the file's;
-    None without such a loader, or if it fills no more of the target than equal names do."""
+    None without such a loader, or if it fills no more of the target than equal names do. A renamed table of positions
+    is matched even if it has another length."""
     given, wanted = converters
     kept = [key for key, shape in target.items() if source.get(key) == shape]
     if len(kept) == len(target):
@@ -129,11 +130,13 @@ def converted(source: Shapes, target: Shapes, converters: Converters) -> Inferen
             parts = {
                 key: own
                 for key, own in parts.items()
-                if key in target and shape_of(own) == target[key] and all(part.source in source for part in own)
+                if key in target and all(part.source in source for part in own)
+                if shape_of(own) == target[key] or (own[0].source != key and is_longer(own, source, target[key]))
             }
             whole = used_in_full(parts, source)
+            fitting = [key for key, own in whole.items() if shape_of(own) == target[key]]
             least = min(len(target), len(source))  # the whole file is enough for a model with more layers
-            if len(whole) > len(kept) and len(whole) >= CONVERTED * least:
+            if len(fitting) > len(kept) and len(fitting) >= CONVERTED * least:
                 matches = {key: Match(whole[key], Label.CERTAIN) for key in target if key in whole}
                 return Inference(matches, source, target, origin="loader")
     return None

@@ -177,9 +177,26 @@ State = dict[str, Any]
 def _by_transformers(model: Any, given: State) -> State:
     with torch.device("meta"):
         torch.empty(0)  # torch caches its factory functions here, before transformers patches them temporarily
-    options = {"config": deepcopy(model.config), "device_map": "meta", "ignore_mismatched_sizes": True}
-    made = type(model).from_pretrained(None, state_dict=given, **options)
-    return {key: getattr(value, "data", value) for key, value in made.state_dict(keep_vars=True).items()}
+
+    def load(state: State) -> tuple[State, Mapping[str, Any]]:
+        options = {"config": deepcopy(model.config), "device_map": "meta", "ignore_mismatched_sizes": True}
+        made, facts = type(model).from_pretrained(None, state_dict={**state}, output_loading_info=True, **options)
+        return {key: getattr(value, "data", value) for key, value in made.state_dict(keep_vars=True).items()}, facts
+
+    loaded, facts = load(given)
+    # It drops tensors of another shape, with their new names. With the model's shapes, it shows these names.
+    # Matrices that the library has transposed are none of these.
+    shapes = {tuple(old): tuple(new) for _, old, new in facts["mismatched_keys"] if old[1:] == new[1:]}
+    if shapes:
+        fitting: dict[str, Shape] = {
+            key: shapes.get(tuple(each.shape), tuple(each.shape)) for key, each in given.items()
+        }
+        again, _ = load({key: Traced(Elements.of(key, shape), given[key].dtype) for key, shape in fitting.items()})
+        for name, *_ in facts["mismatched_keys"]:
+            own: tuple[Part, ...] = again[name].parts(fitting) if isinstance(again.get(name), Traced) else ()
+            if len(own) == 1 and own[0] == Part.whole(own[0].source, fitting[own[0].source]):
+                loaded[name] = given[own[0].source]
+    return loaded
 
 
 def _by_diffusers(model: Any, given: State) -> State:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ckptfix
@@ -18,6 +19,7 @@ from tests.rules.proposals import propose, repaired
 from tests.rules.resized_models import (
     BY_CLASS,
     KNOWN,
+    NARROW,
     gpt2,
     open_clip,
     pair,
@@ -215,6 +217,31 @@ def test_a_swin_over_images_becomes_one_over_time():
     after = repaired(shape_mismatch, state, model, adapt=given)
     assert all(torch.equal(after[table], state[table].repeat(15, 1)) for table in tables[2:])
     assert torch.equal(after["patch_embed.proj.weight"].sum(2), state["patch_embed.proj.weight"])
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForImageClassification"])
+@pytest.mark.parametrize(("name", "recipe"), [("Swin", "swin"), ("Beit", "bilinear")])
+def test_tables_under_the_names_of_transformers_4(name, kind, recipe, tmp_path):
+    """Its loader renames them, but leaves out those of another shape, of which it keeps the new names only."""
+    import transformers
+
+    def make(**size):
+        swin = {"embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 7, "image_size": 56}
+        own = swin if name == "Swin" else {**NARROW, "use_relative_position_bias": True, "image_size": 64}
+        config = getattr(transformers, f"{name}Config")(**{**own, **size}, num_labels=3)
+        return getattr(transformers, f"{name}{kind}")(config)
+
+    file, model = make(), make(image_size=64, window_size=4) if name == "Swin" else make(image_size=96)
+    file.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert not stored.keys() & {key for key in model.state_dict() if key.endswith("bias_table")}
+    repaired, report = ckptfix.repair_state_dict(stored, model, adapt=f"window_bias={recipe}")
+    assert report.exit_code == 0
+    model.load_state_dict(repaired)
+    assert [finding.code for finding in report.findings if finding.code.startswith(("KEY", "FIT"))] == [
+        "KEY106",
+        "FIT103",
+    ]
 
 
 def test_load_takes_recipes(tmp_path):
