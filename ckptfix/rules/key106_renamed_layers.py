@@ -74,7 +74,7 @@ from ckptfix.maps.doubts import is_metas
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, converted, infer_tied, is_in_order, spelled
 from ckptfix.maps.library import look_up, of_rotary
-from ckptfix.maps.matches import Inference
+from ckptfix.maps.matches import Inference, Match
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.reading.weights.prefixed_sets import sets_of
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
@@ -119,8 +119,9 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     if target.reference is not None and context.settings.values and _is_left_over(source, wanted):
         values = _values(checkpoint, target.reference, source, wanted)
     converters = source_model.converts if source_model is not None else None, target.converts
+    known = converted(*_everything(checkpoint, target), converters)
     inference = (
-        converted(*_everything(checkpoint, target), converters)
+        (_completed(known, target.tie_of) if known is not None else None)
         or (of_rotary(source, wanted, target.rotary, target.tie_of) if target.rotary else None)
         or _explained(source, wanted, target.tie_of, values)
     )
@@ -385,16 +386,21 @@ def _inference(source: Shapes, target: Shapes, tied: TieGroups) -> Inference | N
 
 
 def _completed(known: Inference, tied: TieGroups) -> Inference:
-    """Return a map by spelling with what the trees explain of the rest, which a second pass would find."""
+    """Return a map by spelling or by a loader with what else explains the rest, which a second pass would find.
+
+    Where the rest has another layout, so may layers whose shape does not show it: square matrices."""
     names = {name: key for key, name in known.single_sources.items()}
+    before = {key: name for name, key in names.items()}
     renamed = {names.get(key, key): shape for key, shape in known.source.items()}
     missing, unused = set(known.missing), set(known.unused)
     more = _inference(renamed, known.target, tied) if missing and unused else None
-    likely = {
-        key: replace(each, label=min(each.label, Label.LIKELY))
-        for key, each in (more.matches.items() if more is not None else ())
-        if key in missing and unused.issuperset(part.source for part in each.parts)
-    }
+    likely: dict[str, Match] = {}
+    for key, each in more.matches.items() if more is not None else ():
+        sources = {part.source for part in each.parts}
+        is_of_rest = key in missing and sources <= unused
+        if is_of_rest or (sources == {key} and key in before and each.parts[0].axes):
+            parts = tuple(replace(part, source=before.get(part.source, part.source)) for part in each.parts)
+            likely[key] = replace(each, parts=parts, label=min(each.label, Label.LIKELY))
     return replace(known, matches=known.matches | likely)
 
 

@@ -320,6 +320,22 @@ def test_layers_with_other_names_beside_names_with_underscores():
     assert all(torch.equal(done[key], state[name]) for key, name in names.items())
 
 
+def test_the_transposed_layers_that_a_loader_leaves_over_are_in_the_same_map():
+    """The loader of GPT-2 finds `lm_head` below `transformer`, but does not transpose nanoGPT's matrices."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=99, n_positions=32))
+    turned = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+    state = {
+        "transformer." + key.removeprefix("transformer."): (each.T if key.endswith(turned) else each).clone()
+        for key, each in model.state_dict().items()
+    }
+    assert ckptfix.repair_state_dict(state, model, values=False)[1].exit_code == 1
+    done, report = ckptfix.repair_state_dict(state, model, values=False, rename_layers=True)
+    assert report.exit_code == 0
+    assert all(torch.equal(done[key], each) for key, each in model.state_dict().items())
+
+
 def test_a_renamed_tensor_keeps_its_shape():
     source, target = Stages(), Stages()
     target.fc = nn.Linear(8, 5)
