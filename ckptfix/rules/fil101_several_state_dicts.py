@@ -41,7 +41,6 @@ from ckptfix.core.checkpoint import Checkpoint, path_name, value_at
 from ckptfix.core.edits import Drop, renames
 from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import MODEL, NAME, Blocks, Finding, Fix, Level, Remedy, advise, counted
-from ckptfix.reading.adapter_checks import companion
 from ckptfix.reading.foreign.weightless import NAME_THEM
 from ckptfix.reading.weights.listed_sets import names_in_order
 from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, lost_dots, sets_of
@@ -133,9 +132,11 @@ def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
         parts = parts_of(checkpoint, context.target)
     taken = path_name(checkpoint.container)
     names = [candidate.name for candidate in checkpoint.candidates if candidate.name not in parts]
-    if (
-        len(names) < 2 or companion(checkpoint) is not None
-    ):  # a hypernetwork is several state_dicts, which FIL108 reports
+    if len(names) < 2:
+        return
+    from ckptfix.reading.adapter_checks import companion  # imported late: most files have one set
+
+    if companion(checkpoint) is not None:  # a hypernetwork is several state_dicts, which FIL108 reports
         return
     fitting = [candidate.name for candidate in checkpoint.candidates if candidate.fits]
     is_only_one = fitting == [taken] and all(candidate.fits is not None for candidate in checkpoint.candidates)
