@@ -22,6 +22,9 @@ SLOW = 20.0
 
 SAMPLES_PER_SECOND = 200
 
+REST = 10.0
+"""Seconds after which a virtual machine has returned freed memory to its host."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -62,8 +65,12 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-def measure(ways: Sequence[Way], rounds: int = ROUNDS) -> dict[str, Runs]:
-    """Run the ways in turn, round by round, so that noise on the machine affects all of them."""
+def measure(ways: Sequence[Way], rounds: int = ROUNDS, rest: float = 0.0) -> dict[str, Runs]:
+    """Run the ways in turn, round by round, so that noise on the machine affects all of them.
+
+    A virtual machine gets memory from its host when it is first used, and returns it seconds after it was freed. Each
+    way runs with the memory that the run before has freed or, after ``REST`` seconds of ``rest``, with memory that has
+    to be fetched."""
     runs = {way.name: Runs() for way in ways}
     for _ in range(rounds):
         for way in ways:
@@ -72,6 +79,7 @@ def measure(ways: Sequence[Way], rounds: int = ROUNDS) -> dict[str, Runs]:
                 continue
             if way.source is not None:
                 warm(way.source)
+            time.sleep(rest)
             seconds, memory = run(way)
             done.seconds.append(seconds)
             done.memory.append(memory)
