@@ -182,43 +182,50 @@ def _of_zip64(extra: bytes, *numbers: int) -> list[int]:
 class ChecksumPlaces(Struct, frozen=True):
     """The end of an archive, from its directory on, with the places of the checksums in it.
 
-    Archives of one size whose ends differ only in checksums and in the name of the first member's folder have the same
-    members in the same places."""
+    Archives of one size whose ends differ only in checksums and in the folder of all members have the same members in
+    the same places."""
 
     size: int  # of the whole archive
     begin: int
-    folder: bytes
+    width: int  # bytes of the folder's name, with its slash
     form: struct.Struct
-    between: tuple[bytes, ...]
+    rest: tuple[bytes, ...]
 
     @classmethod
     def of(cls, content: Content) -> ChecksumPlaces | None:
-        """Return the places in an archive; None if its directory is missing or damaged."""
+        """Return the places in an archive; None if its directory is missing or damaged, or its members are not all in
+        one folder."""
         end = end_record(content)
-        if end is None or not read_directory(content).names:
+        if end is None or not (names := read_directory(content).names):
+            return None
+        folder, slash, _ = names[0].partition("/")
+        if not folder.isascii() or not all(name.startswith(folder + slash) for name in names):
             return None
         tail, at, last, parts = content[end.begin :], 0, 0, []
+        width = len(folder + slash)
         while at < end.stop - end.begin:
             _, *fields = ENTRY.unpack_from(tail, at)
-            parts.append(f"{at + _CRC - last}sI")
-            last, at = at + _CRC + 4, at + ENTRY.size + sum(fields[9:12])
+            parts.append(f"{at + _CRC - last}sI{ENTRY.size - _CRC - 4}s{width}s")
+            last, at = at + ENTRY.size + width, at + ENTRY.size + sum(fields[9:12])
         form = struct.Struct(f"<{''.join(parts)}{len(tail) - last}s")
-        return cls(len(content), end.begin, _first_folder(tail), form, form.unpack(tail)[::2])
+        return cls(len(content), end.begin, width, form, _between(form.unpack(tail)))
 
     def sums(self, other: Content) -> tuple[str, array[int]] | None:
         """Return the folder of another archive, and its checksums in the order of its directory; None if its members
         differ in anything else."""
-        tail = other[self.begin :] if len(other) == self.size else b""
-        if len(folder := _first_folder(tail)) != len(self.folder):
+        if len(other) != self.size:
             return None
-        found = self.form.unpack(tail.replace(folder, self.folder))
-        return (member_name(folder, 0), array("I", found[1::2])) if found[::2] == self.between else None
+        found = self.form.unpack(other[self.begin :])
+        folders = {*found[3::4]}
+        folder = folders.pop()
+        if folders or not folder.isascii() or _between(found) != self.rest:
+            return None
+        return folder.decode(), array("I", found[1::4])
 
 
-def _first_folder(directory: bytes) -> bytes:
-    """Return the folder in the name of the first member, with its slash."""
-    folder, slash, _ = directory[ENTRY.size : ENTRY.size + _USUAL].partition(b"/")
-    return folder + slash
+def _between(fields: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Return what is between the checksums and folders."""
+    return fields[::4] + fields[2::4]
 
 
 class EndRecord(NamedTuple):

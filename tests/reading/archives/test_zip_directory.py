@@ -4,6 +4,7 @@ import io
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.archives.zip_directory import checksums_left, member_names, read_directory
+from ckptfix.reading.archives.zip_directory import ChecksumPlaces, checksums_left, member_names, read_directory
 from ckptfix.writing.torch_files import write_zip
 from tests.reading.archives.test_wrapped import zipped
 from tests.reading.archives.zips import saved
@@ -122,3 +123,31 @@ def test_complete_entries_give_their_checksums() -> None:
 def test_an_entry_whose_name_overlaps_the_next_is_skipped() -> None:
     directory = entry(b"m/data/0", 5, length=60) + entry(b"m/data/1", 6)
     assert checksums_left(Content("m.pth", directory), 0) == {"m/data/1": 6}
+
+
+def _in_folder(folder: str, **members: bytes) -> Content:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(zipfile.ZipInfo(f"{folder}/{name}"), data)
+    return Content("f.pt", file.getvalue())
+
+
+def test_checksums_of_an_archive_that_is_alike() -> None:
+    """One of them contains the name of the folder."""
+    tricky = next(data for each in range(1 << 20) if b"1/" in struct.pack("<I", zlib.crc32(data := b"%07d" % each)))
+    places = ChecksumPlaces.of(_in_folder("0", a=b"1234567", b=b"8901234"))
+    assert places is not None
+    found = places.sums(_in_folder("1", a=tricky, b=b"7654321"))
+    assert found is not None
+    assert (found[0], [*found[1]]) == ("1/", [zlib.crc32(tricky), zlib.crc32(b"7654321")])
+    for other in (_in_folder("1", a=b"1234567", c=b"8901234"), _in_folder("11", a=b"1234567", b=b"8901234")):
+        assert places.sums(other) is None
+
+
+def test_members_in_several_folders_are_compared_with_none() -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in ("a/x", "b/y"):
+            archive.writestr(name, b"1")
+    assert ChecksumPlaces.of(Content("f.pt", file.getvalue())) is None
