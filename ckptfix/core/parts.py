@@ -177,15 +177,6 @@ def shape_of(parts: tuple[Part, ...]) -> Shape:
     return shape_over(part.place for part in parts)
 
 
-def is_longer(parts: tuple[Part, ...], shapes: Mapping[str, Shape], wanted: Shape) -> bool:
-    """Return whether the parts are one whole matrix of these shapes with the columns of ``wanted``, and other rows."""
-    (part, *others) = parts
-    old = shapes[part.source]
-    return (
-        not others and part == Part.whole(part.source, old) and len(old) == len(wanted) == 2 and old[1:] == wanted[1:]
-    )
-
-
 def shape_over(boxes: Iterable[Box]) -> Shape:
     """Return the shape of the smallest tensor that contains these boxes."""
     return tuple(max(stops) for stops in zip(*([stop for _, stop in box] for box in boxes), strict=True))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, Shape, Shapes, full, inverse, is_longer, merged, shape_of, used_in_full
+from ckptfix.core.parts import Part, Shape, Shapes, full, inverse, merged, shape_of, used_in_full
 from ckptfix.maps.doubts import doubt_what_may_differ
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
 from ckptfix.maps.matches import Inference, Match
@@ -131,7 +131,7 @@ def converted(source: Shapes, target: Shapes, converters: Converters) -> Inferen
                 key: own
                 for key, own in parts.items()
                 if key in target and all(part.source in source for part in own)
-                if shape_of(own) == target[key] or (own[0].source != key and is_longer(own, source, target[key]))
+                if shape_of(own) == target[key] or (own[0].source != key and _is_longer(own, source, target[key]))
             }
             whole = used_in_full(parts, source)
             fitting = [key for key, own in whole.items() if shape_of(own) == target[key]]
@@ -140,6 +140,15 @@ def converted(source: Shapes, target: Shapes, converters: Converters) -> Inferen
                 matches = {key: Match(whole[key], Label.CERTAIN) for key in target if key in whole}
                 return Inference(matches, source, target, origin="loader")
     return None
+
+
+def _is_longer(parts: tuple[Part, ...], shapes: Shapes, wanted: Shape) -> bool:
+    """Return whether the parts are one whole matrix of these shapes with the columns of ``wanted``, and other rows."""
+    (part, *others) = parts
+    old = shapes[part.source]
+    return (
+        not others and part == Part.whole(part.source, old) and len(old) == len(wanted) == 2 and old[1:] == wanted[1:]
+    )
 
 
 def spelled(source: Shapes, target: Shapes) -> Inference | None:
