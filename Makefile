@@ -31,7 +31,7 @@ help:
 	@echo "make quick    lint, and the tests of the core (half a minute)"
 	@echo "make test     lint, types and all tests (six minutes on two cores)"
 	@echo "make docs     build the site into build/site"
-	@echo "make bench    measure speed and memory beside cp and peers (20 minutes, 20 GB of disk)"
+	@echo "make bench    measure speed and memory beside cp and peers (40 minutes, 20 GB of disk)"
 	@echo "make judgement  measure how often the value rules are right (10 minutes on two cores)"
 	@echo "make structures  rewrite the table of the known architectures (half an hour; KNOWN=timm for one library)"
 	@echo "make format   apply the formatter and the safe lint fixes"

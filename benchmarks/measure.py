@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.speed_files import warm
@@ -25,6 +25,9 @@ SAMPLES_PER_SECOND = 200
 REST = 10.0
 """Seconds after which a virtual machine has returned freed memory to its host."""
 
+FETCHED_ROUNDS = 3
+"""Rounds with memory that the machine has to fetch first."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -35,6 +38,7 @@ class Way:
     source: Path | None = None
     out: Path | None = None
     rounds: int = ROUNDS
+    is_peer: bool = False
 
 
 @dataclass
@@ -84,6 +88,14 @@ def measure(ways: Sequence[Way], rounds: int = ROUNDS, rest: float = 0.0) -> dic
             done.seconds.append(seconds)
             done.memory.append(memory)
     return runs
+
+
+def fetched_ratios(ways: Sequence[Way]) -> dict[str, str]:
+    """Return the ratio of each way to the first one, with memory that has to be fetched; peers are left out."""
+    own = [replace(way, rounds=FETCHED_ROUNDS) for way in ways if not way.is_peer]
+    runs = measure(own, FETCHED_ROUNDS, REST)
+    first = runs[own[0].name].median
+    return {name: f"{done.median / first:.2f}" for name, done in runs.items()}
 
 
 def run(way: Way) -> tuple[float, int]:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.measure import CKPTFIX, REST, ROUNDS, Runs, Way, ask, measure, time_answer
+from benchmarks.measure import CKPTFIX, ROUNDS, Runs, Way, ask, fetched_ratios, measure, time_answer
 from benchmarks.peers import PEERS
 from benchmarks.speed_files import (
     check_room,
@@ -36,9 +36,6 @@ from benchmarks.speed_zoo import zoo_of_large_files, zoo_of_small_files
 
 DTYPES = (("float32", 4, 0.6), ("bfloat16", 2, 0.4), ("float16", 2, 0.4), ("float8_e4m3fn", 1, 0.1))
 """The dtypes to scan: name, bytes, and the required share of the read bandwidth."""
-
-FETCHED_ROUNDS = 3
-"""Rounds with memory that the machine has to fetch first."""
 
 KEYS = (100, 1_000, 10_000, 50_000)
 
@@ -87,23 +84,20 @@ def _repair(name: str, source: Path, out: Path, suffix: str, *options: str) -> W
 
 def _peer(name: str, source: Path, out: Path, python: str = sys.executable) -> Way:
     label, _ = PEERS[name]
-    return Way(label, [python, "-m", "benchmarks.peers", name, str(source), str(out)], source, out)
+    return Way(label, [python, "-m", "benchmarks.peers", name, str(source), str(out)], source, out, is_peer=True)
 
 
 def _compare(title: str, source: Path, ways: Sequence[Way], rounds: int = ROUNDS) -> Section:
     """Return the table of these ways, relative to the first one, which is ``cp``.
 
     ``cp`` and ckptfix are measured in both states of a virtual machine's memory (``measure``)."""
-    runs = measure(ways, rounds)
-    own = [replace(way, rounds=FETCHED_ROUNDS) for way in ways if way.command[0] in ("sh", *CKPTFIX)]
-    fetched = measure(own, FETCHED_ROUNDS, REST)
-    cp, rested_cp = (next(iter(each.values())).median for each in (runs, fetched))
+    runs, fetched = measure(ways, rounds), fetched_ratios(ways)
+    cp = next(iter(runs.values())).median
 
     def row(name: str, done: Runs) -> list[str]:
         low, high = done.spread
         times = f"{duration(done.median)} ({duration(low)} to {duration(high)}, {len(done.seconds)} runs)"
-        rested = f"{fetched[name].median / rested_cp:.2f}" if name in fetched else ""
-        return [name, f"{done.median / cp:.2f}", rested, times, memory(done.peak)]
+        return [name, f"{done.median / cp:.2f}", fetched.get(name, ""), times, memory(done.peak)]
 
     rows = [row(name, done) for name, done in runs.items()]
     return Section(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.measure import CKPTFIX, Runs, Way, measure, time_answer
+from benchmarks.measure import CKPTFIX, Runs, Way, fetched_ratios, measure, time_answer
 from benchmarks.peers import LOOPS
 from benchmarks.speed_files import make_zoo
 from benchmarks.speed_report import Section, duration, memory, size_name
@@ -21,11 +21,15 @@ def zoo_of_large_files(folder: Path, size: int) -> Iterator[Section]:
     """Measure a zoo of 200 files, together as large as the main file."""
     zoo, out = make_zoo(folder / "zoo", 200, size // 200), folder / "out"
     runs = _measured(zoo, out, [_copy_with_digests(zoo, out)])
+    fetched = fetched_ratios([_copy(zoo, out), _migrate("values scanned", zoo, out)])
     copy = next(iter(runs.values())).median
-    rows = [[name, f"{done.median / copy:.2f}", _times(done), memory(done.peak)] for name, done in runs.items()]
+    rows = [
+        [name, f"{done.median / copy:.2f}", fetched.get(name, ""), _times(done), memory(done.peak)]
+        for name, done in runs.items()
+    ]
     yield Section(
         f"A zoo of 200 files of {size_name(size // 200)}",
-        ["way", "times cp -r", "median (range)", "peak of anonymous memory"],
+        ["way", "times cp -r", "the same, memory fetched", "median (range)", "peak of anonymous memory"],
         rows,
     )
 
