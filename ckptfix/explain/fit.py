@@ -77,7 +77,8 @@ def _adapter(mismatch: Mismatch) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]
     lacks_base = len(wanted) < len(mismatch.missing) or any(".base_layer." in key for key in wanted)
     if mismatch.shapes or (stored and wanted and not lacks_base):
         return None
-    if stored and len(stored) == len(mismatch.unexpected):
+    has_base = any(".base_layer." in key for key in stored)
+    if stored and not has_base and len(stored) == len(mismatch.unexpected):
         said = f"The file holds an adapter ({counted(len(stored), 'key')}), and not the weights that it changes."
         return ((said, tuple(stored)),), (
             Advice("merges it into its base", "ckptfix repair BASE --adapter {FILE} -o merged.safetensors"),
@@ -86,13 +87,14 @@ def _adapter(mismatch: Mismatch) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]
             ),
             Advice("strict=False does not help: it loads nothing of the base, and leaves the model random."),
         )
-    if any(".base_layer." in key for key in stored) and not wanted:
+    if has_base and not wanted:
         said = (
             "The file is a model that was saved with its adapter inside (base_layer, lora_…), which was never merged."
         )
         return ((said, tuple(stored)),), (
             Advice(
-                "merges it: name the configuration of the adapter", "ckptfix repair {FILE} --adapter ADAPTER_CONFIG"
+                "merges it: name the configuration of the adapter",
+                "ckptfix repair {FILE} --adapter adapter_config.json",
             ),
             Advice(
                 "saves it merged, where the model of peft is at hand",

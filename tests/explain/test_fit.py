@@ -278,6 +278,7 @@ LORA = ["base_model.model.q_proj.lora_A.weight", "base_model.model.q_proj.lora_B
         (text(["q_proj.base_layer.weight", "q_proj.lora_A.default.weight"], LORA), "holds an adapter (2 keys)"),
         (text(["q_proj.base_layer.weight", "q_proj.lora_A.default.weight"], ["q_proj.weight"]), "the file has none"),
         (text(["q_proj.lora_A.default.weight"]), "the file has none"),
+        (text(["q_proj.weight"], ["q_proj.base_layer.weight", *LORA]), "saved with its adapter inside"),
         (text(under(), ["q_proj.base_layer.weight", *LORA, "other.weight"]), "saved with its adapter inside"),
         (text(under(), ["state", "param_groups"]), "got the state of an optimizer"),
         (text(under(), ["explora_tion.weight"]), "5 keys that the file does not have"),
