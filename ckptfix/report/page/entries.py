@@ -62,7 +62,8 @@ class Entries:
             self.levels[finding["code"]] = max(levels, key=LEVELS.index)
         ways = record.get("decisions") or [{"command": record.get("command")}]
         command, outcome = ways[0]["command"], record["outcome"]
-        if command and not (ways[0].get("price") or " --salvage" in command) and len(self.commands) < MOST_COMMANDS:
+        is_costly = bool(ways[0].get("price")) or "salvage" in (ways[0].get("options") or {})
+        if command and not is_costly and len(self.commands) < MOST_COMMANDS:
             self.commands[record["source"]] = command
         return [
             record["source"],

@@ -72,7 +72,7 @@ def test_no_file_is_accepted_or_loses_weights_along_with_others():
         {"options": {}, "text": "", "command": "accept"},
     ]
     priced = [{"options": {"fill": "target"}, "text": "", "command": "fill", "price": "`fc` becomes untrained"}]
-    damaged = [{"text": "", "command": "ckptfix repair d.pth --salvage --fill target", "price": ""}]
+    damaged = [{"options": {"salvage": True}, "text": "", "command": "ckptfix repair d.pth --salvage", "price": ""}]
     entries = Entries()
     for line in (record("a.pth", command="repair"), record("b.pth", command="accept", decisions=ways)):
         entries.row(line)
