@@ -1,7 +1,7 @@
 """Tensors of which a rank has parts: ``ShardedTensor`` (FSDP 1) and ``DTensor``, and the boxes of these parts.
 
 Sources: ``torch/distributed/_shard/sharded_tensor/api.py``, ``torch/distributed/tensor/placement_types.py``,
-``torch/distributed/device_mesh.py`` (2.0 to 2.13)."""
+``torch/distributed/device_mesh.py`` (2.0 to 2.15)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -78,7 +78,9 @@ def _of_mesh(tensor: Opaque) -> Divided:
 
 def _check_order(mesh: Mapping[str, Any], counts: Sequence[int], splits: Sequence[tuple[int, int, int]]) -> None:
     """Raise ``ValueError`` if the ranks along a dimension that splits a tensor are not in order: torch distributes the
-    parts by rank, but labels them by coordinates in the mesh."""
+    parts by rank, but labels them by coordinates in the mesh, unless it is to preserve this order (since 2.15)."""
+    if mesh.get("_preserve_rank_order"):
+        return
     ranks = list(mesh.get("_flatten_rank_map") or mesh.get("_flatten_mesh_list") or ())  # since 2.9, and before
     if ranks == sorted(ranks):
         return

@@ -513,12 +513,20 @@ def test_a_mesh_may_have_dimensions_of_one_rank(tmp_path: Path, shape: tuple[int
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize(
-    ("order", "is_refused"),
-    [([[0, 2], [1, 3]], False), ([[0, 1], [2, 3]], False), ([[1, 0], [3, 2]], True), ([1, 0, 3, 2], True)],
+    ("order", "is_kept", "is_refused"),
+    [
+        ([[0, 2], [1, 3]], None, False),
+        ([[0, 1], [2, 3]], None, False),
+        ([[1, 0], [3, 2]], None, True),
+        ([[1, 0], [3, 2]], False, True),
+        ([[1, 0], [3, 2]], True, False),
+        ([1, 0, 3, 2], None, True),
+        ([1, 0, 3, 2], True, False),
+    ],
     ids=str,
 )
-def test_a_mesh_out_of_order_is_refused(tmp_path: Path, order: Any, is_refused: bool) -> None:
-    """torch distributes the parts by rank but records other places."""
+def test_a_mesh_out_of_order_is_refused(tmp_path: Path, order: Any, is_kept: bool | None, is_refused: bool) -> None:
+    """torch distributes the parts by rank but records other places, unless ``preserve_rank_order`` is set (2.15)."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -527,6 +535,8 @@ def test_a_mesh_out_of_order_is_refused(tmp_path: Path, order: Any, is_refused: 
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     for rank in range(4):
         mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
+        if is_kept is not None:
+            mesh._preserve_rank_order = is_kept  # type: ignore[attr-defined]
         placed = DTensorSpec(mesh, (Shard(0),) * ranks.ndim, tensor_meta=meta)
         at = ranks.flatten().tolist().index(rank)
         state = {"w": DTensor(whole.chunk(4)[at].clone(), placed, requires_grad=False)}
