@@ -32,6 +32,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, merge_parts
+from ckptfix.reading.folders.ranks import mixers
 from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, note_copies, sums_of, tagged
 from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, SplitRule, emptied, find_rule, rules
@@ -411,7 +412,7 @@ def of_torch_dist(
         if key not in weights and not (_NOTHING.search(str(key)) and value in ([], [None]))
     }
     layers = _arguments(common).get("num_layers")
-    model, fields = OrderedDict(unstacked(weights, layers)), dict[str, dict[str, TensorSpec]]()
+    model, fields = unstacked(weights, layers), dict[str, dict[str, TensorSpec]]()
     for key in held:
         if match := _MOMENT.fullmatch(str(key)):
             fields.setdefault(match[1], {})[match[2]] = rest.pop(key)
@@ -419,6 +420,8 @@ def of_torch_dist(
         field: {name: _unflattened(name, spec, model.get(name)) for name, spec in unstacked(found, layers).items()}
         for field, found in fields.items()
     }
+    model = OrderedDict(mixers.rejoined(model))
+    fields = {field: mixers.rejoined(found) for field, found in fields.items()}
     named = [(field, name, spec) for field, found in fields.items() for name, spec in found.items()]
     if not named or any(name not in model or spec.shape != model[name].shape for _, name, spec in named):
         moments = {key: value for key, value in root.items() if key in held and key not in weights}
@@ -583,6 +586,8 @@ def splits_of(state: Mapping[str, Any], table: Sequence[SplitRule] = RULES) -> S
             up = state.get(f"{match[1]}up_proj.weight")
             is_divided = isinstance(up, TensorSpec) and len(up.shape) == 2 and parts[0].shape[0] < up.shape[1]
             return Split(0) if is_divided else None  # None: a copy on each rank
+        if (mixed := mixers.split_of(name, parts, state)) is not None:
+            return mixed
         rule = find_rule(table, name)
         is_gated = rule is not None and rule.is_gated and _is_gated(name, state)
         return None if rule is None else Split(rule.axis, 2 if is_gated else 1)
