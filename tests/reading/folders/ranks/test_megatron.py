@@ -180,6 +180,18 @@ def test_experts_have_the_numbers_of_the_whole(tmp_path: Path) -> None:
         assert torch.equal(got[f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"], value)
 
 
+def test_experts_split_differently_are_not_called_incomplete(tmp_path: Path) -> None:
+    """With TP 2, EP 2 and experts that are not split, Megatron writes these two of four ranks."""
+    for rank in range(2):
+        home = tmp_path / f"mp_rank_{rank:02d}_{rank:03d}"
+        write_rank(home, {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight": torch.randn(4, 4)})
+        root = torch.load(home / "model_optim_rng.pt", weights_only=False)
+        sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+        torch.save({**root, "args": {**vars(root["args"]), **sizes}}, home / "model_optim_rng.pt")
+    with pytest.raises(UnreadableError, match="experts split differently from the other layers are not merged"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
 def test_experts_in_one_tensor_are_not_copies(tmp_path: Path) -> None:
     """Those of ``GroupedMLP`` have one name in all ranks."""
     for rank in range(2):
