@@ -72,7 +72,7 @@ _TABLE = (
     DType("complex128", 16, "ComplexDoubleStorage"),
     DType("complex64", 8, "ComplexFloatStorage", "C64"),
     DType("complex32", 4),
-    DType("bcomplex32", 4),  # since torch 2.15: a pair of bfloat16
+    DType("bcomplex32", 4),  # since torch 2.14: a pair of bfloat16
     DType("int64", 8, "LongStorage", "I64"),
     DType("int32", 4, "IntStorage", "I32"),
     DType("int16", 2, "ShortStorage", "I16"),

@@ -37,8 +37,10 @@ Notes list:
   the data: the library that saved them has to read the original file;
 - the program of a TorchScript archive;
 - attributes that your class stores in a module (class names, strides, a configuration), which no state_dict holds;
-- keys that are numbers or tuples, and storages without a tensor, which torch.load reads;
-- nested tensors, which torch.load reads but ckptfix cannot write, so it leaves the file unchanged.
+- keys that are numbers or tuples, and storages without a tensor, which torch.load reads.
+
+Nested tensors cannot be written, so their file stays unchanged. `torch.load` of torch 2.15 and newer refuses them; for
+an older release (`--for-torch 2.14`) they are only a note.
 
 ## Example
 `{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.
@@ -145,7 +147,8 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         )
 
 
-# What strided and jagged nested tensors are pickled as; weights_only=True accepts both.
+# What strided and jagged nested tensors are pickled as; weights_only=True accepts both before torch 2.15.
+_NESTED_REFUSED_SINCE = "2.15"
 _NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor._rebuild_njt"})
 
 
@@ -164,9 +167,10 @@ def _within(*places: str) -> tuple[str, ...]:
     return tuple("" if place == "." else f"{place}{sign}" for place in places for sign in (".", "["))
 
 
-def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain], lost: Iterable[str]) -> Iterator[Finding]:
+def _otherwise(rule: Rule, context: Context, conversions: list[Plain], lost: Iterable[str]) -> Iterator[Finding]:
     """Note what the file has and the output lacks, or has in another form, besides the ``lost`` entries of the
     state_dict, which have findings of their own."""
+    checkpoint = context.checkpoint
     attributes = own_attributes(value_at(checkpoint.root, checkpoint.container))
     on_tensors = [remark.place for remark in checkpoint.remarked(Kind.ATTRIBUTE_OF_TENSOR)]
     programs = [remark.place for remark in checkpoint.remarked(Kind.TORCHSCRIPT)]
@@ -203,12 +207,23 @@ def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain], los
             evidence={"objects": list(folded_places(objects))},
         )
     if nested:
+        is_read = context.settings.is_for_torch_before(_NESTED_REFUSED_SINCE)
+        how = (
+            "torch.load reads this file as it is"
+            if is_read
+            else f"torch.load refuses this file with its default weights_only=True since {_NESTED_REFUSED_SINCE}"
+        )
         yield rule.finding(
-            Level.NOTE,
-            f"{counted(len(nested), 'nested tensor')}: torch.load reads this file as it is, and the output would hold "
-            "their component tensors instead",
+            Level.NOTE if is_read else Level.WARNING,
+            f"{counted(len(nested), 'nested tensor')}: {how}, and the output would hold their component tensors "
+            "instead",
             keys=nested,
-            remedies=advise("keep this file, and change its keys after loading"),
+            remedies=advise(
+                "keep this file, and change its keys after loading"
+                if is_read
+                else "if you trust the file, load it with weights_only=False, and save the component tensors "
+                "(tensor.unbind()) instead; for an older torch, add --for-torch 2.14"
+            ),
             blocks=Blocks.WRITING,
         )
 
@@ -253,7 +268,7 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
             "reads them, but no module has such keys, and safetensors turns them into strings",
         )
     conversions = list(plain_root(checkpoint)[1])
-    yield from _otherwise(rule, checkpoint, conversions, [key for finding in lost for key in finding.keys])
+    yield from _otherwise(rule, context, conversions, [key for finding in lost for key in finding.keys])
     conversions = [edit for edit in conversions if edit.before not in _NESTED]
     for remark in checkpoint.remarks:
         if remark.kind in CONVERSIONS and not is_low_bit_moment(str(remark.data.get("name"))):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 import ckptfix
@@ -403,12 +404,19 @@ NESTED: dict[str, dict[str, Any]] = {
 def test_a_nested_tensor_is_left_unchanged(value, tmp_path):
     path = tmp_path / "file.pth"
     torch.save(value, path)
-    torch.load(path, weights_only=True)
+    if Version(torch.__version__) >= Version("2.15"):
+        with pytest.raises(pickle.UnpicklingError, match="nested"):
+            torch.load(path, weights_only=True)
+    else:
+        torch.load(path, weights_only=True)
     report = ckptfix.check(path)
+    assert [(finding.code, finding.level) for finding in report.findings] == [("FIL102", Level.WARNING)]
+    assert "since 2.15" in report.findings[0].message
+    report = ckptfix.check(path, for_torch="2.14")
     assert [(finding.code, finding.level) for finding in report.findings] == [("FIL102", Level.NOTE)]
-    assert ckptfix.repair(path, beside=True).report.exit_code == 0
+    assert ckptfix.repair(path, beside=True, for_torch="2.14").report.exit_code == 0
     for dry_run in (True, False):  # a file that was asked for and is not needed is reported
-        report = ckptfix.repair(path, output=tmp_path / "out.pth", dry_run=dry_run).report
+        report = ckptfix.repair(path, output=tmp_path / "out.pth", dry_run=dry_run, for_torch="2.14").report
         assert [finding.level for finding in report.left] == [Level.WARNING]
     assert not (tmp_path / "out.pth").exists()
 
