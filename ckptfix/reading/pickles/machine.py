@@ -175,7 +175,7 @@ class PickleMachine(PickleStream):
         The pickle of a checkpoint consists almost entirely of the dozen opcodes that are handled inline here: with a
         function call for each, ``check --no-values`` of 10,000 keys takes a third more time."""
         bounds, memo, asked, unsigned = self.bounds, self.memo, self._asked, _UNSIGNED
-        call, persist = self.call, self.persistent_load
+        persist = self.persistent_load
         bounds.step(_STRIDE, self._below + len(self.stack))
         row, first, following = memo.row, memo.first, memo.following
         window, begin, place, stack, spent = self.window, self._start, self.place, self.stack, 0
@@ -228,6 +228,16 @@ class PickleMachine(PickleStream):
                         stack.append(opcode == 0x88)
                         place += 1
                         continue
+                    if opcode == 0x7D:  # EMPTY_DICT
+                        stack.append({})
+                        spent += 72
+                        place += 1
+                        continue
+                    if opcode == 0x81:  # NEWOBJ
+                        args = stack.pop()
+                        stack[-1] = self.instantiate(stack[-1], args)
+                        place += 1
+                        continue
                 elif opcode == 0x4B:  # BININT1
                     stack.append(window[place + 1])
                     place += 2
@@ -248,17 +258,11 @@ class PickleMachine(PickleStream):
                         continue
                 elif opcode == 0x52:  # REDUCE
                     args = stack.pop()
-                    function = stack[-1]
-                    if type(function) is Global and type(args) is tuple:
-                        bounds.count_copies(args, *args)
-                        stack[-1] = value = call(function, args)
-                        spent += getsizeof(value) + 8
-                    else:
-                        stack[-1] = self.instantiate(function, args)
+                    stack[-1] = self.instantiate(stack[-1], args)
                     place += 1
                     continue
-                elif opcode == 0x29:  # EMPTY_TUPLE
-                    stack.append(())
+                elif opcode == 0x29 or opcode == 0x4E:  # EMPTY_TUPLE, NONE
+                    stack.append(() if opcode == 0x29 else None)
                     place += 1
                     continue
                 elif opcode == 0x51:  # BINPERSID
@@ -348,9 +352,12 @@ class PickleMachine(PickleStream):
 
     def instantiate(self, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return the inert value of ``function(*args, **kwargs)``."""
+        bounds = self.bounds
+        if type(function) is Global and type(args) is tuple and kwargs is None:
+            bounds.count_copies(args, *args)
+            return bounds.make(self.call(function, args))
         if not isinstance(kwargs, dict | None):
             raise MalformedError("keyword arguments that are not a dict")
-        bounds = self.bounds
         bounds.count_copies(args)
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
         bounds.count_copies(*args)

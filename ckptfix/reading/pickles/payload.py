@@ -13,7 +13,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ def _names(title: str) -> frozenset[str]:
     return _lists("names_of_code.txt")[title]
 
 
+@lru_cache(maxsize=1 << 10)  # asked for every call of a pickle, most of which are of the same few functions
 def canonical(name: str) -> str:
     """Return the name under which a global is looked up: as in Python 3, numpy 1 and current torch."""
     root, dot, rest = name.partition(".")

@@ -303,6 +303,7 @@ class _RankMerge:
                 parts = root.values() if isinstance(root, dict) else ()
                 groups = [part["param_groups"] for part in parts if isinstance(part, dict) and "param_groups" in part]
                 leaves = [(path, _read(path, leaf, file)) for path, leaf in _leaves(root, (), set())]
+                parts = root = _replaced(root, (), dict(leaves), {}, ())  # pickled DTensors take 2 kB each
             self.groups[rank] = groups
             known = len(self.found) if first is not None else None
             self._collect(rank, file, leaves)
@@ -568,7 +569,7 @@ def _leaves(value: Any, path: ContainerPath, seen: set[int]) -> Iterator[tuple[C
 def _replaced(
     value: Any,
     path: ContainerPath,
-    tensors: Mapping[ContainerPath, TensorSpec],
+    tensors: Mapping[ContainerPath, Any],
     made: dict[int, Any],
     left_out: Collection[ContainerPath],
 ) -> Any:
