@@ -31,7 +31,7 @@ from ckptfix.bytes.transfers import PlaceError
 from ckptfix.errors import HostileError, UnreadableError, WeightlessError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
-from ckptfix.reading.folders.rank_shards import COMMON, OPTIMIZERS, may_be_rank
+from ckptfix.reading.folders.rank_shards import COMMON, OF_VERL, OPTIMIZERS, may_be_rank
 from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART, RANK_NAMES, RankNames
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
 from ckptfix.reading.opening import MODELS, OF_TRAINERS
@@ -239,6 +239,13 @@ def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
         models = [folder for folder in chunks if folder and folder != optimizer and _above(folder, depth) == above]
         if len(models) == 1 and not files.named(above, _MODELS):
             chunks[above] = chunks.pop(models[0]) + chunks.pop(optimizer)
+    for model in [folder for folder in chunks if f"/{folder}".endswith(f"/{OF_VERL[0]}")]:
+        above = _above(model, 2)
+        saved = [part for name in OF_VERL if (part := posixpath.join(above, name)) in chunks]
+        whole = [entry for part in saved for entry in chunks[part]]
+        others = {entry.name for entry in files.below(above)} - {entry.name for entry in whole}
+        if len(saved) > 1 and not any(map(_CLAIMS.fullmatch, map(_last, others))):
+            chunks = {folder: found for folder, found in chunks.items() if folder not in saved} | {above: whole}
     for folder in sorted({*files.folders, *ranks, *chunks}):
         if (
             parts := chunks.get(folder)

@@ -17,7 +17,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
-from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, OPTIMIZERS, TORCH_DIST
+from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, OF_VERL, OPTIMIZERS, TORCH_DIST
 from ckptfix.reading.folders.ranks import (
     fairscale,
     fairseq2,
@@ -195,17 +195,15 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
     if not models:
         return None
     (model,) = models
+    if model == folder / OF_VERL[0]:
+        document = _read_dcp(model, salvage, [child for child in found if child != model])
+        return replace(document, path=str(folder)) if len(found) > 1 else document
     document = dcp_safetensors.read_folder(model) if dcp_safetensors.looks_like(model) else _read_dcp(model, salvage)
     root = document.root
     for child in found if isinstance(root, dict) else ():
         if child in models:
             continue
-        try:
-            other = dcp.read_folder(child, salvage)
-            damage = [replace(fact, place=f"{child.name}/{fact.place}") for fact in other.damage]
-        except UnreadableError as error:
-            other = Document(str(child), dcp.NAME, {})
-            damage = [Fact.of(Kind.SHARD_UNREADABLE, child.name, error=str(error))]
+        other, damage = _part(child, child.name, salvage)
         root = {"model": root} if any(isinstance(value, TensorSpec) for value in root.values()) else root
         is_bare = is_of_training(other.root) or not isinstance(other.root, dict)
         root = {**({fsdp.OPTIMIZER: other.root} if is_bare else other.root), **root}
@@ -220,15 +218,28 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
     return document
 
 
+def _part(folder: Path, name: str, salvage: bool) -> tuple[Document, list[Fact]]:
+    """Return the document of a DCP folder beside the weights, and its damage, which may be that it cannot be read."""
+    try:
+        document = dcp.read_folder(folder, salvage)
+    except UnreadableError as error:
+        return Document(str(folder), dcp.NAME, {}), [Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error))]
+    return document, [replace(fact, place=f"{name}/{fact.place}") for fact in document.damage]
+
+
 def dcp_items(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the folders of torch.distributed.checkpoint in a folder, and those of them that are not optimizers.
 
-    A model and its optimizer may each be in one more folder: ``weights/model`` and ``optimizer/optim`` of NeMo RL."""
+    A model and its optimizer may each be in one more folder: ``weights/model`` and ``optimizer/optim`` of NeMo RL. So
+    are the parts of verl's saves, unless they have the weights in another form too."""
 
     def below(place: Path) -> list[Path]:
         folders = [child for child in sorted(place.iterdir()) if child.is_dir()]
         return [child for child in folders if dcp.looks_like(child) or dcp_safetensors.looks_like(child)]
 
+    parts = [folder / part for part in OF_VERL if (folder / part).is_dir() and dcp.looks_like(folder / part)]
+    if parts[:1] == [folder / OF_VERL[0]] and not _files(folder, parts):
+        return parts, parts[:1]
     found = below(folder)
     optimizers = [] if found else [*folder.glob(f"{OPTIMIZERS}*/{OPTIMIZERS}*")]
     if len(optimizers) == 1 and optimizers[0] in below(optimizers[0].parent):
@@ -249,8 +260,9 @@ def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
     return named[0] if len(named) == len(links) == 1 else None
 
 
-def _read_dcp(folder: Path, salvage: bool) -> Document:
-    """Return the document of a DCP folder, merged with the common data that one rank saved."""
+def _read_dcp(folder: Path, salvage: bool, beside: Sequence[Path] = ()) -> Document:
+    """Return the document of a DCP folder, merged with the common data that one rank saved, and with the folders
+    ``beside`` it that have the rest of the same save."""
     document = dcp.read_folder(folder, salvage)
     if not isinstance(document.root, dict) or (found := _common(folder, document)) is None:
         # If an item is damaged, it may be the common data.
@@ -260,6 +272,9 @@ def _read_dcp(folder: Path, salvage: bool) -> Document:
         return replace(document, root=_with_model(document.root))
     name, common = found
     damage = [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in common.damage]
+    for place in beside:
+        document, common, more = _merged_with(place, document, common, salvage)
+        damage += more
     saved = {key: value for key, value in document.root.items() if key != _COMMON_STATE}
     root = {**saved, **{key: value for key, value in common.root.items() if key not in saved}}
     copies: dict[str, TensorSpec] = {}
@@ -279,6 +294,28 @@ def _read_dcp(folder: Path, salvage: bool) -> Document:
         copies=copies,
         damage=[*document.damage, *damage],
     )
+
+
+def _merged_with(
+    place: Path, document: Document, common: Document, salvage: bool
+) -> tuple[Document, Document, list[Fact]]:
+    """Return a document and its common data, each merged with those in another folder, and the damage there."""
+    name = place.relative_to(Path(document.path).parents[1]).as_posix()
+    other, damage = _part(place, name, salvage)
+    more = _common(place, other) if isinstance(other.root, dict) else None
+    if more is None:
+        return document, common, damage
+    root = {key: value for key, value in other.root.items() if key != _COMMON_STATE}
+    if twice := [str(key) for key in root if key in document.root]:
+        raise UnreadableError(f"{place}: has {first_names(twice)}, as do the weights; the folders are from two saves")
+    merged = replace(
+        document,
+        root={**document.root, **root},
+        names=document.names | other.names | more[1].names,
+        remarks=[*document.remarks, *other.remarks, *more[1].remarks],
+    )
+    damage += [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in more[1].damage]
+    return merged, replace(common, root={**more[1].root, **common.root}), damage
 
 
 # The item of the chunks with the common data of newer releases of Megatron, which write no `common.pt`:
@@ -354,7 +391,8 @@ def _checkpoints(folder: Path) -> list[Path]:
 def only_checkpoint(folder: Path) -> Path | None:
     """Return the only checkpoint in a folder, a file or a subfolder, by its name; None if there are several."""
     folders = _checkpoints(folder)
-    found = [*folders, *_files(folder, folders)]
+    rest = [place for place in folders if place.as_posix().endswith(OF_VERL[1:])]  # its weights may be in a file
+    found = [*(place for place in folders if place not in rest), *_files(folder, folders)] or rest
     return found[0] if len(found) == 1 else None
 
 

@@ -52,6 +52,9 @@ COMMON = (LIGHTNING, TORCH_DIST)
 # ``optimizer`` of NeMo RL and XTuner, ``optim`` of NeMo AutoModel.
 OPTIMIZERS = "optim"
 
+# The parts of a save of verl, of which the first has the weights (verl/utils/megatron_utils.py, 0.9).
+OF_VERL = ("model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt")
+
 _GATHER = "put the files of all ranks into one folder, as training saved them: ckptfix repair FOLDER {}-o model.pth"
 RANKS_REMEDY = _GATHER.format("")
 FLAT_REMEDY = (
