@@ -43,7 +43,10 @@ def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, A
             literal.setdefault(name, rule)  # AutoTP writes one for every parameter
         else:
             patterns.append((re.compile(text), rule))
-    trained = {str(name) for group in root["param_shapes"] for name in group}
+    if (groups := root.get("param_shapes")) is not None:
+        trained = {str(name) for group in groups for name in group}
+    else:  # without ZeRO
+        trained = state.keys() - {*root.get("buffer_names", ())}
 
     def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:
         found = (rule for pattern, rule in patterns if name in trained and pattern.match(name))

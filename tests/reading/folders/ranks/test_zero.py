@@ -795,6 +795,14 @@ def test_parts_of_several_parameters(tmp_path: Path, parts: Any, info: dict[str,
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w.weight"), WHOLE)
 
 
+def test_parts_of_autotp_without_zero(tmp_path: Path) -> None:
+    """Stage 0 writes no ``param_shapes``."""
+    write_parts(tmp_path, (WHOLE[:, :3], WHOLE[:, 3:]), parameter_with_row_parallelism_patterns=[NAME])
+    for file in tmp_path.iterdir():
+        _change(file, lambda states: states.update(param_shapes=None))
+    assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w.weight"), WHOLE)
+
+
 @pytest.mark.parametrize(
     ("parts", "info", "said"),
     [
