@@ -10,6 +10,7 @@ from posixpath import normpath
 from string import Formatter
 
 from ckptfix.core.finding import Finding, Level, advise
+from ckptfix.core.settings import UNIVERSAL
 from ckptfix.core.wording import nearest
 from ckptfix.errors import UsageError
 from ckptfix.rules import named
@@ -42,14 +43,17 @@ _OTHER_ALGORITHMS = (32, 40)
 def output_name(name: str, form: str | None = None, template: str = MIRRORED, *, is_folder: bool = False) -> str:
     """Return the name of the output for a source with this name, both relative to their roots.
 
-    ``form`` is the format to write, ``pth`` or ``safetensors``; None keeps that of the source. The name of a packed
-    file loses the suffix of the packing; a folder or an index of shards becomes one file. Raises ``UsageError`` if the
+    ``form`` is the format to write: ``pth``, ``safetensors``, or ``universal``, a folder. None keeps that of the
+    source. The name of a packed file loses the suffix of the packing; a folder or an index of shards becomes one file
+    in the other formats. Raises ``UsageError`` if the
     template leads out of the root."""
     folder, _, own = name.rpartition("/")
     own = "model" if own == "." else own  # a folder that is the whole zoo
     stem, suffix = split_suffix(own, is_folder=is_folder)
     if form == "safetensors":
         suffix = ".safetensors"
+    elif form == UNIVERSAL:
+        suffix = ""
     elif not suffix or suffix.lower() == ".safetensors":
         becomes_file = is_folder or stem != own
         suffix = ".pth" if form == "pth" or (becomes_file and not suffix) else suffix

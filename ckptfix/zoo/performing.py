@@ -22,6 +22,7 @@ from ckptfix.core.finding import Finding, Level, Placeholder, Remedy, Subject
 from ckptfix.core.option import CHECK, Scope
 from ckptfix.core.options import BY_NAME, flag_text, option_words, settings_of
 from ckptfix.core.report import Report
+from ckptfix.core.settings import UNIVERSAL
 from ckptfix.core.wording import no_option, shell_join
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
@@ -52,7 +53,8 @@ _OF_THE_SOURCE = {"weights", "member", "salvage", "format"}
 def repair_item(job: Job, path: Path, area: JobFiles) -> Done:
     """Repair a checkpoint into the scratch folder, or copy it there if there is nothing to repair."""
     goal = job.written_name
-    are_several = job.treatment.settings.get("shard_size") is not None or bool(job.item.beside)
+    settings = job.treatment.settings
+    are_several = settings.get("shard_size") or settings.get("format") == UNIVERSAL or bool(job.item.beside)
     # The suffix selects the format; several files need their final names, so a folder.
     draft = area.folder(f"{DRAFT}s") / basename(goal) if are_several else area.file(f"{DRAFT}{splitext(goal)[1]}")
     written: dict[str, Any] = {"output": draft, "only_changes": True, "flush": not _is_flushed_later(job)}
@@ -190,15 +192,22 @@ def _copy_beside(job: Job, path: Path, folder: Path) -> None:
 
 
 def _several(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:
-    """Return the written files, shards or a model with its optimizer, as staged, and their fields of the record."""
-    # The model or the index comes last: readers find the shards through it.
-    files = sorted(folder.iterdir(), key=lambda file: (file.name.startswith(basename(goal)), file.name))
+    """Return the written files as staged, and their fields of the record: shards, a model with its optimizer, or the
+    files of a universal checkpoint."""
+    found = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+    # The model, the index or the file that names the tag comes last: readers find the others through it.
+    names = sorted(found, key=lambda name: (name.startswith(basename(goal)), -name.count("/"), name))
+    files = [found[name] for name in names]
     is_flushed = not _is_flushed_later(job) and not job.item.beside
-    staged = tuple(Staged(str(file), join(dirname(goal), file.name), is_flushed) for file in files)
+    staged = tuple(
+        Staged(str(file), join(dirname(goal), name), is_flushed) for name, file in zip(names, files, strict=True)
+    )
     parts = tuple(each.name for each in staged)
     size = sum(file.stat().st_size for file in files)
     digest = sha256_of_files(zip(parts, files, strict=True))
-    return staged, {"output": parts[-1], "output_size": size, "output_parts": parts, "output_sha256": digest}
+    is_folder = (folder / basename(goal)).is_dir()
+    output = goal if is_folder else parts[-1]
+    return staged, {"output": output, "output_size": size, "output_parts": parts, "output_sha256": digest}
 
 
 def _is_flushed_later(job: Job) -> bool:
