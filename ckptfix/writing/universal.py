@@ -22,7 +22,8 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, WriteError
 from ckptfix.maps.optimizer_states import optimizer_of
 from ckptfix.maps.recipes import number_of
-from ckptfix.reading.folders.ranks.universal import GROUPS, LATEST, MASTER, PARAMETERS
+from ckptfix.reading.folders.ranks.names import LATEST_UNIVERSAL
+from ckptfix.reading.folders.ranks.universal import GROUPS, MASTER, PARAMETERS
 from ckptfix.reading.folders.ranks.zero import beside
 from ckptfix.writing.atomic import temporary_folder_beside, unwritten
 from ckptfix.writing.output import Written, without_state_dict, write_to
@@ -134,7 +135,7 @@ def temporary_universal(output: Path, checkpoint: Checkpoint) -> Iterator[tuple[
             write(parameters / GROUPS, common)
             states = _model_states(checkpoint)
             written += [write_to(folder / tag / file, states, write_zip, output) for file in MODEL_STATES]
-            (folder / LATEST).write_text(tag, encoding="utf-8")
+            (folder / LATEST_UNIVERSAL).write_text(tag, encoding="utf-8")
         except OSError as error:
             raise unwritten(output, error) from error
         yield folder, written

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -32,7 +32,14 @@ from ckptfix.errors import HostileError, UnreadableError, WeightlessError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
 from ckptfix.reading.folders.rank_shards import COMMON, OF_VERL, OPTIMIZERS, may_be_rank
-from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART, RANK_NAMES, RankNames
+from ckptfix.reading.folders.ranks.names import (
+    NANOTRON_METADATA,
+    NANOTRON_MODEL,
+    NANOTRON_PART,
+    POINTERS,
+    RANK_NAMES,
+    RankNames,
+)
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
 from ckptfix.reading.opening import MODELS, OF_TRAINERS
 from ckptfix.reading.torch_files.torch_legacy import MAGIC
@@ -176,6 +183,8 @@ class Item(Struct, frozen=True):
     fault: str | None = None
     # A pickle or an archive that may contain anything.
     is_doubtful: bool = False
+    # The checkpoint that an OTHER names as the latest. If it gets another name, it would name one that does not exist.
+    names: str | None = None
 
     @property
     def tolerates(self) -> type[UnreadableError] | None:
@@ -405,6 +414,7 @@ def list_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] |
         for name, entry in files.entries.items()
         if name not in files.parts and chosen(name)
     ]
+    items = list(_naming(place, items, files))
     absent = dict.fromkeys(name for name in names or () if name not in known)
     items += [Item(name, 0, "", ItemKind.FILE, fault=ABSENT) for name in absent]
     return sorted(items, key=lambda item: item.name)
@@ -427,6 +437,23 @@ def _groups(place: Place, files: Files, chosen: Callable[[str], bool]) -> Iterat
     models = [each for each in checkpoints if _last(each.name) in MODELS and each.name not in files.parts]
     items = (_with_trainer(Item(each.name, each.size, each.stamp, ItemKind.FILE, (each,)), files) for each in models)
     yield from taken(item for item in items if item.beside)
+
+
+# fvcore (detectron2) and mmengine name a file, the latter by its path.
+_POINTERS = {**POINTERS, "last_checkpoint": posixpath.basename}
+
+
+def _naming(place: Place, items: Sequence[Item], files: Files) -> Iterator[Item]:
+    """Yield items; those that name the latest checkpoint next to them, with its name."""
+    checkpoints = {item.name for item in items if item.kind is not ItemKind.OTHER}
+    for item in items:
+        read = _POINTERS.get(_last(item.name)) if item.kind is ItemKind.OTHER and item.name in files.own else None
+        if read is not None and 0 < item.size <= HEAD:
+            with suppress(PlaceError, ValueError):
+                word = place.head(item.name, item.size).decode().strip()
+                named = posixpath.join(posixpath.dirname(item.name), read(word))
+                item = replace(item, names=named if named in checkpoints else None)
+        yield item
 
 
 def read_list(text: str) -> list[str]:

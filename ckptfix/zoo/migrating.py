@@ -26,6 +26,7 @@ from ckptfix.zoo.engine import Engine, LocalEngine, check_models
 from ckptfix.zoo.items import ABSENT, Item, list_zoo
 from ckptfix.zoo.job import Done, Others
 from ckptfix.zoo.manifest import Outcome, Record, read_manifest
+from ckptfix.zoo.performing import perform
 from ckptfix.zoo.places import Place, open_place, walk_if_there
 from ckptfix.zoo.planning import MigrationPlan
 from ckptfix.zoo.resources import Budget, memory_at_hand, room_at
@@ -167,12 +168,14 @@ def migrate(
         )
         known = {record.source: record for record in read_manifest(workspace.manifest)}
         workspace.weights.index()
+        outputs = {name: record.output for name, record in known.items()}
         plan = MigrationPlan(
             items,
             known,
             table,
             source,
             destination,
+            outputs,
             decided,
             tuple(again),
             others,
@@ -181,7 +184,6 @@ def migrate(
             is_grouped=runs.is_grouped and new.root is not None,
             verifies=verify,
         )
-        outputs = {name: record.output for name, record in known.items()}
         _run(runs, plan, workspace, summary, outputs, watch)
         if not dry_run:
             workspace.close_journals(outputs)
@@ -219,6 +221,9 @@ def _run(
     journals = workspace.manifest, workspace.weights
     with Committer(workspace.destination, workspace.scratch, *journals, written, left_over) as committer:
         engine.run_jobs(plan.todo(workspace.manifest, size_of, done_before), committer.add, waiting)
+        committer.commit()
+        for job in plan.todo(workspace.manifest, size_of, done_before, is_second=True):
+            committer.add(perform(job, workspace.scratch))
     waiting(0)
 
 

@@ -36,6 +36,7 @@ class MigrationPlan(Struct, dict=True):
     table: Table
     source: str
     destination: str
+    outputs: Mapping[str, str | None] = {}  # of all sources, in earlier runs and this one so far
     # The table with options given only for these items, which are decisions and not changed settings.
     decided: Table | None = None
     again: tuple[str, ...] = ()
@@ -77,19 +78,24 @@ class MigrationPlan(Struct, dict=True):
         return self.again or ("ckptfix", "migrate", self.source, self.destination)
 
     def todo(
-        self, journal: Journal | None, size_of: Callable[[str], int | None], on_done: Callable[[Item, Record], None]
+        self,
+        journal: Journal | None,
+        size_of: Callable[[str], int | None],
+        on_done: Callable[[Item, Record], None],
+        is_second: bool = False,
     ) -> Iterator[Job]:
         """Yield the jobs that are left. ``journal`` is the manifest, to verify what is done.
 
         ``on_done`` gets the items that an earlier run has done, all before the first job, so that progress is right
-        from the start."""
-        statuses = [Status.NEW] * len(self.items)
-        for number, item in enumerate(self.items) if self.resumes else ():
+        from the start. The files that name a checkpoint come in a second call, when ``outputs`` has the checkpoints."""
+        items = [each for each in enumerate(self.items) if (each[1].names is not None) is is_second]
+        statuses = [Status.NEW] * len(items)
+        for at, (number, item) in enumerate(items) if self.resumes else ():
             if (known := self.known.get(item.name)) is not None:
-                statuses[number] = status = status_of(known, self._job(number, item), size_of)
+                statuses[at] = status = status_of(known, self._job(number, item), size_of)
                 if status is Status.DONE and not self.verifies:
                     on_done(item, known)
-        for number, (item, status) in enumerate(zip(self.items, statuses, strict=True)):
+        for (number, item), status in zip(items, statuses, strict=True):
             if status is Status.DONE and not (self.verifies and journal is not None):
                 continue
             job = self._job(number, item)
@@ -105,10 +111,12 @@ class MigrationPlan(Struct, dict=True):
         if before is None or before.output_size is None:
             return []
         new = {*record.output_parts, record.output}
+        # The claim of a file that names a checkpoint, which is not copied after all.
+        own = record.output is None and any(item.name == record.source and item.names for item in self.items)
         return [
             name
             for name in before.written
-            if name not in new and name not in self._claims and self._old_outputs[name] <= (name == before.output)
+            if name not in new and self._claims[name] <= own and self._old_outputs[name] <= (name == before.output)
         ]
 
     def _job(self, number: int, item: Item) -> Job:
@@ -117,6 +125,10 @@ class MigrationPlan(Struct, dict=True):
             name: value for name, value in treatment.choices.items() if common.choices.get(name, _NOTHING) != value
         }
         output = self._output(item, treatment)
+        settings = self.others.value if item.kind is ItemKind.OTHER else common.digest(version())
+        if item.names is not None and self.outputs.get(item.names, item.names) != item.names:
+            item = replace(item, fault=f"names {item.names}, which the destination does not have under this name")
+            settings = Others.SKIP.value
         return Job(
             number,
             item,
@@ -124,8 +136,7 @@ class MigrationPlan(Struct, dict=True):
             self.destination,
             treatment,
             output,
-            # what the result depends on besides the source
-            self.others.value if item.kind is ItemKind.OTHER else common.digest(version()),
+            settings,  # what the result depends on besides the source
             taken=tuple(self._taken(item, treatment, output)),
             others=self.others,
             dry_run=self.dry_run,

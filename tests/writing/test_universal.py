@@ -8,7 +8,7 @@ import torch
 
 import ckptfix
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.reading.folders.ranks.universal import LATEST
+from ckptfix.reading.folders.ranks.names import LATEST_UNIVERSAL
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import unpacked
 
@@ -79,7 +79,7 @@ def test_a_plain_file_with_names_becomes_one(tmp_path: Path) -> None:
     output = ckptfix.repair(by_name(tmp_path, "w", torch.float32), beside=True, format="universal").report.output
     assert output == str(tmp_path / "a.universal")
     assert torch.equal(ckptfix.open_checkpoint(output).state_dict()["w"], torch.ones(2))
-    assert (tmp_path / "a.universal" / LATEST).read_text() == "global_step7"
+    assert (tmp_path / "a.universal" / LATEST_UNIVERSAL).read_text() == "global_step7"
 
 
 def test_flat_keys_become_groups_of_parameters_with_the_same_options(tmp_path: Path) -> None:

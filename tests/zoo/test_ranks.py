@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptfix
 from tests.reading.folders.ranks.genuine import unpacked
@@ -39,3 +40,38 @@ def test_a_universal_checkpoint_is_a_folder_and_not_written_again(tmp_path: Path
     assert zoos.migrate_here(old, new, "--format", "universal", "--verify").returncode == 0
     assert records(new)[TAG]["finished"] == finished[0][0]
     assert ckptfix.open_checkpoint(new / TAG).format == "universal"
+
+
+POINTERS = {
+    "latest": ("zero2_w2_bf16_g2", "global_step2", "global_step2"),
+    "latest_universal": ("universal_zero2", "global_step2_universal", "global_step2_universal"),
+    "latest_checkpointed_iteration.txt": ("megatron_tp2pp2", "iter_0000001", "1\n"),
+}
+
+
+@pytest.mark.parametrize("pointer", POINTERS)
+def test_the_name_of_the_latest_save_is_copied_only_with_its_folder(tmp_path: Path, pointer: str) -> None:
+    sample, tag, text = POINTERS[pointer]
+    old, new = zoo_of(tmp_path, sample), tmp_path / "new"
+    (old / "saved" / pointer).write_text(text)
+    file, name = new / "saved" / pointer, f"saved/{pointer}"
+    is_copied = sample != "megatron_tp2pp2"  # its files hold objects, so it is rewritten in any case
+    for format, stays in ((None, is_copied), ("safetensors", False), ("pth", False), ("universal", is_copied)):
+        done = zoos.migrate_here(old, new, *(("--format", format) if format else ()))
+        assert done.returncode == (0 if is_copied or format != "universal" else 2)
+        assert file.is_file() is stays, format
+        record = records(new)[name]
+        assert (record["output"], record["outcome"]) == (name if stays else None, "other")
+        assert [f"names saved/{tag}" in remark for remark in record["remarks"]] == [True] * (not stays)
+        assert not stays or file.read_text() == text
+
+
+def test_a_file_that_names_another_is_copied_if_that_keeps_its_name(tmp_path: Path) -> None:
+    """As detectron2 (the name) and mmengine (the path) write it."""
+    for folder, text in (("one", "a.pth"), ("two", "/work/two/a.pth"), ("three", "b.pth"), ("four", "no\0name\udcff")):
+        (tmp_path / "old" / folder).mkdir(parents=True)
+        torch.save(zoos.weights(1), tmp_path / "old" / folder / "a.pth")
+        (tmp_path / "old" / folder / "last_checkpoint").write_bytes(text.encode(errors="surrogateescape"))
+    for format, kept in (("pth", {"one", "two", "three", "four"}), ("safetensors", {"three", "four"})):
+        assert zoos.migrate_here(tmp_path / "old", tmp_path / "new", "--format", format).returncode == 0
+        assert {file.parent.name for file in tmp_path.glob("new/*/last_checkpoint")} == kept

@@ -30,6 +30,7 @@ from ckptfix.reading.folders.ranks import (
     zero,
 )
 from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
+from ckptfix.reading.folders.ranks.names import LATEST_MEGATRON, POINTERS, iteration_name
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.signatures import BUNDLES, PARTS, name_bundle
 from ckptfix.reading.foreign.weightless import is_of_training, is_random_state
@@ -47,9 +48,6 @@ FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded, offloaded)
 # `document(files)`: the merged document; None if the files turn out to be something else.
 # The names of their files are in `ranks/names.py`.
 FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, nanotron, fairseq2, fsdp)
-
-# Text files that name the latest save in their folder. `may_be_rank` is true for them.
-_POINTERS = frozenset((zero.LATEST, universal.LATEST, megatron.LATEST, nanotron.LATEST))
 
 # Formats of folders that only training frameworks load.
 OF_TRAINING = frozenset(form.NAME for form in (*FRAMEWORKS, fairscale, dcp, dcp_safetensors))
@@ -158,7 +156,7 @@ def has_ranks(folder: Path) -> bool:
 def read_siblings(file: Path, salvage: bool) -> Document | None:
     """Return the document of all ranks beside a file that is one of them or names the latest save; None for any other
     file."""
-    if file.name in _POINTERS and file.is_file() and (has_ranks(file.parent) or dcp_items(file.parent)[1]):
+    if file.name in POINTERS and file.is_file() and (has_ranks(file.parent) or dcp_items(file.parent)[1]):
         return read_folder(str(file.parent), salvage)
     if dcp_safetensors.SHARD.fullmatch(file.name) and file.is_file():
         return dcp_safetensors.read_folder(file.parent)
@@ -251,7 +249,7 @@ def dcp_items(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
     """Return the folder that a file of Megatron or links of OLMo and Composer mark as the latest; None if none."""
-    if (latest := latest_of(folder, megatron.LATEST, dcp.looks_like, megatron.iteration_name)) is not None:
+    if (latest := latest_of(folder, LATEST_MEGATRON, dcp.looks_like, iteration_name)) is not None:
         return latest
     real = [child for child in found if not child.is_symlink()]
     links = {child.resolve() for child in found if child.is_symlink()}

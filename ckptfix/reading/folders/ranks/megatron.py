@@ -34,13 +34,12 @@ from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, merge_parts
 from ckptfix.reading.folders.ranks import mixers
 from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, note_copies, sums_of, tagged
-from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
+from ckptfix.reading.folders.ranks.names import LATEST_MEGATRON, MEGATRON_RANK, NEMO, iteration_name
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, SplitRule, emptied, find_rule, rules
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
 
 NAME = "megatron"
-LATEST = "latest_checkpointed_iteration.txt"
 
 # Names of the file in the folder of a rank.
 FILES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt", NEMO)
@@ -58,7 +57,6 @@ _NOTHING = re.compile(r"_extra_state/shard_[\d.]+_[\d.]+$")  # with a second num
 # Masters and moments in unnamed buckets (`dp_reshardable`), with uninitialised memory between them.
 _BUCKETS = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed)\..+")
 _BESIDE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
-_DIGITS = 64
 _LEFT_OUT = frozenset(
     ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point_ops")
 )
@@ -89,7 +87,7 @@ def find(folder: Path) -> Path | None:
     """Return the folder of an iteration, which has a folder for each rank; None if there is none.
 
     Raises ``UnreadableError`` if there are several."""
-    return tagged(folder, LATEST, lambda place: bool(_rank_files(place)), iteration_name)
+    return tagged(folder, LATEST_MEGATRON, lambda place: bool(_rank_files(place)), iteration_name)
 
 
 def document(files: RankFiles) -> Document:
@@ -101,11 +99,6 @@ def folder_of(file: Path) -> Path | None:
     """Return the folder of the iteration if the file belongs to one of several ranks; None otherwise."""
     is_one = file.name in FILES and MEGATRON_RANK.fullmatch(file.parent.name) is not None
     return file.parent.parent if is_one and _rank_files(file.parent.parent) else None
-
-
-def iteration_name(word: str) -> str:
-    """Return the name of an iteration's folder for the text in ``latest_checkpointed_iteration.txt``."""
-    return f"iter_{int(word):07d}" if word.isascii() and word.isdigit() and len(word) < _DIGITS else word
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:

@@ -3,6 +3,7 @@
 It imports no reader, because every opened file is looked up here."""
 
 import re
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
@@ -28,6 +29,25 @@ NUMBERED = re.compile(
 # Files of `torch_checkpointing`, recognised by the metadata file beside them.
 ITEM = re.compile(r"(?P<stem>.+)(?P<world>)_(?P<rank>\d{1,7})(?P<suffix>\.pt)")
 ITEM_METADATA = "metadata.pkl"
+
+
+_DIGITS = 64  # more than the number of an iteration has
+
+
+def iteration_name(word: str) -> str:
+    """Return the name of an iteration's folder for the text in ``latest_checkpointed_iteration.txt``."""
+    return f"iter_{int(word):07d}" if word.isascii() and word.isdigit() and len(word) < _DIGITS else word
+
+
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+LATEST_MEGATRON, LATEST_NANOTRON = "latest_checkpointed_iteration.txt", "latest.txt"
+POINTERS: Mapping[str, Callable[[str], str]] = {
+    **dict.fromkeys((LATEST, LATEST_UNIVERSAL, LATEST_NANOTRON), str),
+    LATEST_MEGATRON: iteration_name,
+}
+"""The text files that name the latest save next to them, each with a function from its text to that name.
+
+``may_be_rank`` is true for them."""
 
 
 class RankNames(Struct, frozen=True):

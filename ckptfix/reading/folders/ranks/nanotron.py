@@ -22,12 +22,11 @@ from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import NANOTRON
 from ckptfix.reading.folders.ranks.files import RankFiles, add_rank, tagged
-from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART
+from ckptfix.reading.folders.ranks.names import LATEST_NANOTRON, NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART
 from ckptfix.reading.weights.document import Document
 
 NAME = NANOTRON
 
-LATEST = "latest.txt"
 _NUMBER = re.compile(r"(\d+)")
 _SIZE = re.compile(r"(?:np\.int\d+\()?(\d+)")
 _OF_TENSORS, _OF_EXPERTS = re.compile(r"(?<=tp-rank-)\d+"), re.compile(r"tp-rank-\d+-of-\d+_exp-rank-\d+-of-\d+")
@@ -37,7 +36,9 @@ _SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
 def find(folder: Path) -> Path | None:
     """Return the folder of a save: this one, or that of the step in ``latest.txt``; None if there is none."""
     return tagged(
-        folder, LATEST, lambda place: (place / NANOTRON_METADATA).is_file() and (place / NANOTRON_MODEL).is_dir()
+        folder,
+        LATEST_NANOTRON,
+        lambda place: (place / NANOTRON_METADATA).is_file() and (place / NANOTRON_MODEL).is_dir(),
     )
 
 

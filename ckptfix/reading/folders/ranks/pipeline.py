@@ -24,7 +24,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders.ranks import megatron, zero, zero_splits
 from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies, tagged
-from ckptfix.reading.folders.ranks.names import PIPELINE_LAYER, ZERO_MODEL, ZERO_OPTIM
+from ckptfix.reading.folders.ranks.names import LATEST, PIPELINE_LAYER, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining, rules
 from ckptfix.reading.pickles.claims import sizes
@@ -43,7 +43,7 @@ RULES = (
 
 def find(folder: Path) -> Path | None:
     """Return the folder of a tag with a file for each layer; None if there is none."""
-    return tagged(folder, zero.LATEST, _has_layers)
+    return tagged(folder, LATEST, _has_layers)
 
 
 def folder_of(file: Path) -> Path | None:

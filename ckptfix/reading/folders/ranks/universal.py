@@ -20,12 +20,11 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders.ranks import zero
 from ckptfix.reading.folders.ranks.files import RankFiles, tagged
-from ckptfix.reading.folders.ranks.names import ZERO_MODEL
+from ckptfix.reading.folders.ranks.names import LATEST_UNIVERSAL, ZERO_MODEL
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
 NAME = "universal"
-LATEST = "latest_universal"
 PARAMETERS = "zero"
 MASTER = "fp32"
 GROUPS = "optimizer_state.pt"
@@ -33,7 +32,7 @@ GROUPS = "optimizer_state.pt"
 
 def find(folder: Path) -> Path | None:
     """Return the folder of a tag with a folder for each parameter; None if there is none."""
-    return _above(folder / MASTER) or tagged(folder, LATEST, _masters)
+    return _above(folder / MASTER) or tagged(folder, LATEST_UNIVERSAL, _masters)
 
 
 def folder_of(file: Path) -> Path | None:

@@ -41,7 +41,7 @@ from ckptfix.errors import CkptfixError, UnreadableError, damaged
 from ckptfix.reading.folders.chunks import Flat, Spread, gone
 from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import MALFORMED, MOST_RANKS, RankFiles, by_rank, note_copies, tagged
-from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
+from ckptfix.reading.folders.ranks.names import LATEST, ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, joined
 from ckptfix.reading.folders.ranks.zero_splits import check_degree, splits_of_ranks
@@ -49,7 +49,6 @@ from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
 NAME = "zero"
-LATEST = "latest"
 
 _FRAGMENTS = "frozen_param_fragments"
 # The padding of a flat group has fewer than this many elements per rank; DeepSpeed pads to a multiple of two for each.
