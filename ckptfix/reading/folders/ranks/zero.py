@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,22 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque, tensors_in
-from ckptfix.core.parts import Shapes
+from ckptfix.core.parts import Shape, Shapes
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
 from ckptfix.errors import CkptfixError, UnreadableError, damaged
 from ckptfix.reading.folders.chunks import Flat, Spread, gone
 from ckptfix.reading.folders.ranks import megatron
-from ckptfix.reading.folders.ranks.files import MALFORMED, MOST_RANKS, RankFiles, by_rank, note_copies, tagged
+from ckptfix.reading.folders.ranks.files import (
+    MALFORMED,
+    MOST_RANKS,
+    RankFiles,
+    are_varied,
+    by_rank,
+    note_copies,
+    sums_of,
+    tagged,
+)
 from ckptfix.reading.folders.ranks.names import LATEST, ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, joined
@@ -136,7 +146,8 @@ def document(files: RankFiles) -> Document:
             raise UnreadableError(f"{path}: lacks {first_names(names)}; fetch them")
     for root in roots:
         root["module"] = _restacked(root["module"], path)
-        root["shared_params"] = {**_routers(root, path), **(root.get("shared_params") or {})}
+        listed = root["shared_params"] if "shared_params" in root else _copied(root["module"])
+        root["shared_params"] = {**_routers(root, path), **(listed or {})}
     joining, split_of = Joining(path), splits_of_ranks(roots[0], megatron.RULES, roots[0]["module"])
     neox, modules = Neox(files.folder), [root["module"] for root in roots]
     has_masters = bool(optim) and not neox.is_summed(modules)
@@ -207,6 +218,16 @@ def _routers(root: Any, path: str) -> dict[str, str]:
     return found
 
 
+def _copied(module: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of tensors that are copies of an earlier one, by their checksums: with experts, older releases
+    neither list ties nor keep them."""
+    first: dict[tuple[object, ...], str] = {}
+    tensors = {name: spec for name, spec in module.items() if isinstance(spec, TensorSpec)}
+    sums = {name: sums_of([spec]) for name, spec in tensors.items()}
+    holders = {name: first.setdefault((tensors[name].dtype, *found), name) for name, found in sums.items() if found}
+    return {name: holder for name, holder in holders.items() if holder != name and are_varied([tensors[name]])}
+
+
 def _restacked(tensors: dict[str, Any], path: str) -> dict[str, Any]:
     """Return tensors with the parts of AutoEP's stacks of experts joined."""
     found = {key: match for key in tensors if (match := _STACKED.fullmatch(key))}
@@ -247,6 +268,7 @@ class _States(Struct):
     paddings: Any
     # The state_dict of the inner optimizer: `state` by number of the flat group, and `param_groups`.
     optimizer: Mapping[str, Any]
+    slices: list[dict[str, int]]  # numbers of each parameter in the partition of each group, by name
     version: str = ""
     settings: Any = None  # equal on all ranks
 
@@ -366,9 +388,11 @@ class Merging:
         self.files.note_foreign({**settings, "*_model_states.pt": {"ds_config": root.get("ds_config")}})
         prefix = next(iter(named)).partition("zero_pp_rank")[0]
         self.files.note_missing(self.first.world, self.present, prefix + self._name)
-        groups: list[dict[str, tuple[int, ...]]] = [
-            {str(name): sizes(shape) for name, shape in group.items()} for group in root["param_shapes"]
-        ]
+        groups: list[dict[str, Shape]] = (
+            [{str(name): sizes(shape) for name, shape in group.items()} for group in root["param_shapes"]]
+            if "param_shapes" in root or not self.first.slices
+            else list(self._in_slices(root["module"]))
+        )
         every, counts = range(len(self.first.masters)), self.first.counts
         if self.first.stage == 3 and len(set(counts)) == 1:
             runs = [_FlatRun(every, range(self.first.world), {name: group[name] for group in groups for name in group})]
@@ -389,6 +413,22 @@ class Merging:
         if tensors is None:
             raise UnreadableError(f"{self.path}: its slices of weights are not flat tensors, so it is damaged")
         return Masters(tensors, self._optimizer(place, groups), self.first.stage, self.first.world, self.first.version)
+
+    def _in_slices(self, module: Mapping[str, Any]) -> Iterator[dict[str, Shape]]:
+        """Yield the names and shapes of each group, by the names of the ranks' slices, and the model states, which have
+        no ``param_shapes`` for a model with experts in older releases.
+
+        Raises ``UnreadableError`` if a rank is missing, ``ValueError`` if the slices do not add up."""
+        for index, count in enumerate(self.first.counts):
+            ranks = range(0, self.first.world, self.first.world // max(count, 1))
+            if any(rank not in self.states for rank in ranks):
+                raise damaged(self.path, f"{clauses(self.files.damage)}; only all ranks together name the weights")
+            held: dict[str, int] = {}
+            for name, numel in chain.from_iterable(self.states[rank].slices[index].items() for rank in ranks):
+                held[name] = held.get(name, 0) + numel
+            if odd := [name for name, numel in held.items() if module[name].numel != numel]:
+                raise ValueError(f"slices of {first_names(odd)} that do not add up to its shape")
+            yield {name: module[name].shape for name in held}
 
     def _states(self, file: Path) -> _States | None:
         root = self.files.root(file)
@@ -566,7 +606,7 @@ def whole_module(
         elif isinstance(entry, TensorSpec) and entry.numel and entry.view in views:
             weights[name] = trained[views[entry.view]]  # older releases do not list ties
         else:
-            if isinstance(entry, TensorSpec) and entry.shape == (0,) and name not in root["buffer_names"]:
+            if isinstance(entry, TensorSpec) and entry.shape == (0,) and name not in root.get("buffer_names", ()):
                 empty.append(name)
             weights[name] = entry
     weights.update({name: spec for name, spec in whole.items() if name not in weights})
@@ -618,6 +658,10 @@ def _states(root: Any) -> _States:
         [group["partition_ranks"] for group in own],
         paddings,
         inner if isinstance(inner, dict) else {},
+        [
+            {str(name): place.attributes["numel"] for name, place in group.items()}
+            for group in held.get("param_slice_mappings") or ()
+        ],
         version if isinstance(version, str) else "",
         {
             "ds_config": root.get("ds_config"),
