@@ -54,6 +54,7 @@ from ckptfix.reading.folders.ranks.files import (
 from ckptfix.reading.folders.ranks.names import LATEST, ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, joined
+from ckptfix.reading.folders.ranks.zero_numbered import ExpertShapes, NumberedOptimizer, merge
 from ckptfix.reading.folders.ranks.zero_splits import check_degree, splits_of_ranks
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -136,6 +137,7 @@ def document(files: RankFiles) -> Document:
     experts = by_rank(files.folder, ZERO_EXPERT)
     if type(degree) is not int and len(tensor) > 1:
         check_degree(path, roots[0]["module"], len(tensor))
+    plain = _trained(roots[0])
     for (_, expert, rank), file in experts.items():
         roots[rank]["module"].update(_of_expert(files, file, expert))
     counts = roots[0].get("num_experts") if experts and not optim else None
@@ -164,7 +166,11 @@ def document(files: RankFiles) -> Document:
     neox.note(files.remarks, len(modules), masters.tensors if masters else ())
     root = {**roots[0], "module": whole}
     weights = whole_module(root, masters.tensors if masters else {}, frozen, path)
-    merged = container(files, root, weights, masters and masters.optimizer, bool(optim or root.get("optimizer")))
+    if masters is not None or optim:
+        optimizer = masters and masters.optimizer
+    else:
+        optimizer = _without_zero(files, roots, plain, joining, split_of)
+    merged = container(files, root, weights, optimizer, bool(optim or root.get("optimizer")))
     if "args" in merged:
         merged["args"] = megatron.whole_arguments(merged["args"])
     files.remarks.pop(Fact(Kind.ATTRIBUTE_OF_TENSOR, _NUMBER_OF_PARAMETER), None)
@@ -185,6 +191,54 @@ def container(files: RankFiles, root: Any, weights: Any, optimizer: Any, has_opt
     elif has_optimizer:
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     return merged
+
+
+def _trained(root: Any) -> dict[str, Shape]:
+    """Return the shapes of the parameters in model states, of tied ones only the first."""
+    module, buffers = root["module"], root.get("buffer_names") or ()
+    found = {spec.view: name for name, spec in reversed(module.items()) if isinstance(spec, TensorSpec)}
+    return {name: module[name].shape for name in module if name in found.values() and name not in buffers}
+
+
+def _without_zero(
+    files: RankFiles, roots: Sequence[Any], plain: Shapes, joining: Joining, split_of: SplitOf
+) -> dict[str, Any] | None:
+    """Return the optimizer that was saved without ZeRO; None if there is none, or if its ranks cannot be merged.
+
+    ``plain`` has the shapes of the parameters that are not experts."""
+    saved = {(model, rank): file for (rank, model), file in by_rank(files.folder, ZERO_EXPERT_OPTIM).items()}
+    holders = {place: files.root(file) for place, file in saved.items()} or {
+        (model, 0): root for model, root in enumerate(roots)
+    }
+    found = {
+        place: made
+        for place, root in holders.items()
+        if isinstance(root, dict) and (made := NumberedOptimizer.of(root.get("optimizer"))) is not None
+    }
+    if not found or len(found) < len(holders):
+        return None
+    count = next(iter(found.values())).ranks if saved else 1
+    for model in range(len(roots) if saved and count else 0):
+        own = {rank: file for (other, rank), file in saved.items() if other == model}
+        if len(own) % count:  # more are copies, for another layer with experts over more ranks
+            files.note_missing(count, own, f"expp_rank_{{}}_mp_rank_{model:02d}_optim_states.pt")
+    if files.damage:
+        return None
+    names = {place: saved[place].name if saved else f"mp_rank_{place[0]:02d}_model_states.pt" for place in found}
+    if files.of_another_save({place: made.save for place, made in found.items()}, names, "groups or step"):
+        return None
+    files.note_foreign({names[place]: {"param_groups": made.settings} for place, made in found.items()})
+    ranks = [
+        [made for (other, rank), made in found.items() if other == model and rank < count]
+        for model in range(len(roots))
+    ]
+    files.note_repeated({names[place]: made.of_experts for place, made in found.items() if place[1] < count})
+    if not count or any(len(own) != count for own in ranks):
+        return None
+    module = roots[0]["module"]
+    keys = ((key, _EXPERT_KEY.fullmatch(key)) for key in module if saved and key not in plain)
+    parameters = [(int(match[2]), match[1], match[3], module[key].shape) for key, match in keys if match is not None]
+    return merge(ranks, plain, ExpertShapes.of(parameters, count), joining, split_of)
 
 
 def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:

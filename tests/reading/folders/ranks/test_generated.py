@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from importlib.util import find_spec
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +116,52 @@ def test_every_kind_of_experts(tmp_path: Path, world: int, monkeypatch: pytest.M
     generate(DEEPSPEED or sys.executable, "moe.py", tmp_path, world, *cases)
     for case in cases:
         truth = torch.load(tmp_path / f"{case}.pt", weights_only=True)
-        checkpoint = ckptfix.open_checkpoint(tmp_path / case)
-        root: Any = checkpoint.root
-        got, state = checkpoint.state_dict(), root.get("optimizer", {}).get("state", {})
+        groups = truth.pop("/groups", None)
+        got, state = by_name(tmp_path / case, groups)
         assert got.keys() == {key for key in truth if "/" not in key} | {"cnt"}, case
         moments = {f"{name}/{field}" for name in state for field in state[name] if field != "step"}
-        assert moments == {key for key in truth if "/" in key}, case  # the optimizer of stage 0 has no names
+        assert moments == {key for key in truth if "/" in key}, case
         for key, value in truth.items():
             name, _, field = key.partition("/")
             same = bytes(row_major_bytes(state[name][field], case)) if field else bytes_of(got[key])
             assert same == bytes_of(value), (case, key)
+
+
+def by_name(folder: Path, groups: list[list[str]] | None) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """Return the weights and the optimizer's state in a folder; without ZeRO, ``groups`` names the numbers."""
+    checkpoint = ckptfix.open_checkpoint(folder)
+    root: Any = checkpoint.root
+    outer = root["optimizer"]
+    inner = outer.get("optimizer_state_dict", outer)
+    state = {name: dict(row) for name, row in inner["state"].items()}
+    if groups is not None:
+        assert [len(group["params"]) for group in inner["param_groups"]] == [*map(len, groups)], folder
+        state = {name: state[number] for number, name in enumerate(chain(*groups))}
+        for name, master in zip(chain(*groups), chain(*outer.get("fp32_groups", [])), strict=False):
+            state[name]["master"] = master
+    return checkpoint.state_dict(), state
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not DEEPSPEED and find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: name a Python that has it and transformers in CKPTFIX_DEEPSPEED",
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_kind_of_autotp(tmp_path: Path, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages 0 to 3, five models: the weights and moments that DeepSpeed gathers."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    cases = ["0-fp32-llama", "0-bf16-qwen2", "1-bf16-opt", "1-fp32-qwen2", "2-bf16-tied", "2-fp32-neox", "3-bf16-llama"]
+    generate(DEEPSPEED or sys.executable, "autotp.py", tmp_path, world, *cases)
+    for case in cases:
+        truth = torch.load(tmp_path / f"{case}.pt", weights_only=True)
+        got = ckptfix.open_checkpoint(tmp_path / case)
+        names = [name for name in got.keys() if f"{name}/exp_avg" in truth]  # noqa: SIM118 - a Checkpoint
+        weights, state = by_name(tmp_path / case, [names] if case.startswith("0") else None)
+        for key, value in truth.items():
+            name, _, field = key.partition("/")
+            if not field:
+                assert bytes_of(weights[key].to(value.dtype)) == bytes_of(value), (case, key)
+            elif name in state:  # DeepSpeed's converter invents moments of buffers
+                assert bytes(row_major_bytes(state[name][field], case)) == bytes_of(value), (case, key)
+        assert {key for key in truth if "/" not in key} == weights.keys(), case

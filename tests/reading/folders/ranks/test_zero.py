@@ -377,15 +377,96 @@ def test_experts_without_masters_are_those_of_their_files(tmp_path: Path, name: 
     assert all(bytes_of(got[key]) == bytes_of(value.bfloat16()) for key, value in truth.items())
 
 
-def test_the_optimizers_of_experts_without_zero_are_left_out(tmp_path: Path) -> None:
+def numbered(folder: Path, truth: Any) -> tuple[Any, list[list[str]]]:
+    """Return the optimizer of a folder without ZeRO, and the names of its groups, of which ``truth`` has the state."""
+    checkpoint = ckptfix.open_checkpoint(folder)
+    root: Any = checkpoint.root
+    trained = [key for key in checkpoint.specs if f"{key}/exp_avg" in truth]
+    return root.get("optimizer"), truth.pop("/groups", [trained])
+
+
+@pytest.mark.parametrize("name", ["moe_zero0_w2_ep2", "autotp_zero0_w2"])
+def test_optimizers_without_zero_have_the_numbers_of_one_process(tmp_path: Path, name: str) -> None:
+    folder, truth = unpacked(name, tmp_path)
+    optimizer, groups = numbered(folder, truth)
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth").report
+    assert [finding.code for finding in report.findings if finding.level] == []
+    whole = torch.load(tmp_path / "whole.pth")
+    assert whole["module"].keys() - {"cnt"} == {key for key in truth if "/" not in key}
+    optimizer, masters = whole["optimizer"], None
+    if name.startswith("moe"):  # in bf16
+        masters, optimizer = optimizer["fp32_groups"], optimizer["optimizer_state_dict"]
+    numbers = [group["params"] for group in optimizer["param_groups"]]
+    assert [*map(len, numbers)] == [*map(len, groups)]
+    every = [name for group in groups for name in group]
+    assert [number for group in numbers for number in group] == list(range(len(every))) == list(optimizer["state"])
+    for number, key in enumerate(every):
+        assert bytes_of(whole["module"][key]) == bytes_of(truth[key])
+        for field in ("exp_avg", "exp_avg_sq"):
+            assert bytes_of(optimizer["state"][number][field]) == bytes_of(truth[f"{key}/{field}"]), (key, field)
+        assert optimizer["state"][number]["step"] == (2 if masters is None else 3)  # one is to allocate the state
+    if masters is not None:
+        for key, master in zip(every, (master for group in masters for master in group), strict=True):
+            assert bytes_of(master) == bytes_of(truth[f"{key}/master"]), key
+    one = ckptfix.open_checkpoint(next(folder.glob("*/*mp_rank_00*")))
+    assert one.keys() == [*whole["module"]]
+    assert run_here("check", "--no-values", tmp_path / "saved", cwd=tmp_path).stderr == ""
+
+
+EXPERTS = "expp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("change", ["order", "layers", "flat"])
+def test_optimizers_without_zero_that_cannot_be_merged_are_left_out(tmp_path: Path, change: str) -> None:
+    """If numbers may belong to parameters in several orders, or the files do not say which experts they are for."""
     folder, truth = unpacked("moe_zero0_w2_ep2", tmp_path)
-    for given in (folder, folder / TAG / "expp_rank_1_mp_rank_00_optim_states.pt"):
-        checkpoint = ckptfix.open_checkpoint(given)
-        got = checkpoint.state_dict()
-        assert got.keys() == truth.keys() | {"cnt"}
-        assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth.items())
-        assert [(fact.kind, fact.place) for fact in checkpoint.remarks] == [(Kind.RANK_LEFT_OUT, "optimizer")]
-    assert run_here("check", "--no-values", tmp_path, cwd=tmp_path).stderr == ""
+
+    def spoil(states: Any) -> None:
+        held = states["optimizer"]["optimizer_state_dict"]
+        for group in held["param_groups"]:
+            if change == "layers" and group.get("moe"):
+                group["name"] = "mine"
+        for row in held["state"].values() if change == "order" else ():
+            row.update(exp_avg=torch.ones(2, 2), exp_avg_sq=torch.ones(2, 2))
+        if change == "flat":
+            states["optimizer"]["fp32_groups_flat"] = [torch.ones(3)]
+
+    for file in folder.glob("*/expp*"):
+        _change(file, spoil)
+    checkpoint = ckptfix.open_checkpoint(folder)
+    assert [mark.place for mark in checkpoint.remarks if mark.kind is Kind.RANK_LEFT_OUT] == ["optimizer"]
+    got = checkpoint.state_dict()
+    assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth.items() if "/" not in key)
+
+
+@pytest.mark.parametrize("change", ["missing", "cut", "copied", "step"])
+def test_ranks_of_optimizers_without_zero_are_all_there_and_of_one_save(tmp_path: Path, change: str) -> None:
+    folder, truth = unpacked("moe_zero0_w2_ep2", tmp_path)
+    one, other = (folder / TAG / EXPERTS.format(rank) for rank in (0, 1))
+
+    def train_on(states: Any) -> None:
+        for row in states["optimizer"]["optimizer_state_dict"]["state"].values():
+            row["step"] = row["step"] + 1
+
+    if change == "missing":
+        other.unlink()
+    elif change == "cut":
+        other.write_bytes(other.read_bytes()[:-3000])
+    elif change == "copied":
+        shutil.copy(one, other)
+        (mark,) = [mark for mark in ckptfix.open_checkpoint(folder).remarks if mark.kind is Kind.RANK_REPEATED]
+        assert (mark.place, mark.data["other"]) == (other.name, one.name)
+        assert ckptfix.repair(folder, output=tmp_path / "whole.pth").report.is_refused
+        return
+    else:
+        _change(other, train_on)
+    with pytest.raises(UnreadableError, match=other.name):
+        ckptfix.open_checkpoint(folder)
+    if change != "step":  # of two ranks, none is the majority
+        got = ckptfix.open_checkpoint(folder, salvage=True)
+        root: Any = got.root
+        assert {*got.keys()} == {key for key in truth if "/" not in key} | {"cnt"}
+        assert "optimizer" not in root
 
 
 @pytest.mark.parametrize("name", ["moe_w4_ep2", "moe_zero1_w4_ep2"])

@@ -2,12 +2,14 @@
 
 A case is ``STAGE-DTYPE-EP-GROUPS``: stage 0, 1 or 2; fp32, bf16 or fp16; over how many ranks experts are divided; one
 or two optimizer groups. Its truth, ``CASE.pt``, is gathered from the live optimizers: masters and moments, by fragment
-and name; of stage 0, the weights of the training."""
+and name; of stage 0, the weights of the training, their masters if it has them, and the names of each optimizer group
+of a process with all experts."""
 
 import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,7 @@ def train(folder: Path, case: str, rank: int, world: int) -> None:
     torch.manual_seed(0)
     net = Net(int(ep_size))
     every = list(net.named_parameters())
-    decayed = (True, False) if groups == "two" else (None,)
-    parts = [[each for _, each in every if kept in (None, each.ndim > 1)] for kept in decayed]
-    split: Any = import_module("deepspeed.moe.utils").split_params_into_different_moe_groups_for_optimizer
-    optimizer = torch.optim.AdamW(split([{"params": part, "name": str(at)} for at, part in enumerate(parts)]), lr=1e-2)
+    optimizer = torch.optim.AdamW(divided(net, groups), lr=1e-2)
     torch.manual_seed(1 + rank % int(ep_size))
     with torch.no_grad():
         for name, parameter in every:
@@ -65,16 +64,37 @@ def train(folder: Path, case: str, rank: int, world: int) -> None:
     held: list[Any] = [None] * world
     dist.all_gather_object(held, dict(fragments(engine, int(stage))))
     if rank == 0:
-        torch.save(joined(held, int(ep_size)), folder / f"{case}.pt")
+        truth: dict[str, Any] = dict(joined(held, int(ep_size)))
+        if stage == "0":
+            whole = Net(1)
+            names = {parameter: name for name, parameter in whole.named_parameters()}
+            truth["/groups"] = [[names[each] for each in group["params"]] for group in divided(whole, groups)]
+        torch.save(truth, folder / f"{case}.pt")
     dist.barrier()
+
+
+def divided(net: nn.Module, groups: str) -> list[dict[str, Any]]:
+    """Return the optimizer groups of a model, with experts in groups of their own."""
+    decayed = (True, False) if groups == "two" else (None,)
+    parts = [[each for each in net.parameters() if kept in (None, each.ndim > 1)] for kept in decayed]
+    split: Any = import_module("deepspeed.moe.utils").split_params_into_different_moe_groups_for_optimizer
+    made: list[dict[str, Any]] = split([{"params": part, "name": str(at)} for at, part in enumerate(parts)])
+    return made
 
 
 def fragments(engine: Any, stage: int) -> Iterator[tuple[str, Any]]:
     """Yield this rank's part of every parameter: its shape, and where each range of its values begins."""
+    halves, wide = (getattr(engine.optimizer, name, []) for name in ("fp16_groups", "fp32_groups"))
+    masters = dict(zip(chain(*halves), chain(*wide), strict=True)) if not stage else {}
     for name, parameter in engine.module.named_parameters():
         held = parameter._hp_mapping if stage else None
         if not stage:
             yield name, (parameter.shape, 0, parameter.detach().flatten().clone())
+            master = masters.get(parameter, parameter)
+            state = getattr(engine.optimizer, "optimizer", engine.optimizer).state[master]
+            kept = {field: state[field] for field in FIELDS} | ({} if master is parameter else {"master": master})
+            for field, value in kept.items():
+                yield f"{name}/{field}", (parameter.shape, 0, value.detach().flatten().clone())
         if held is None:
             continue
         start, master = held.lp_fragment_address.start, held.hp_fragment
