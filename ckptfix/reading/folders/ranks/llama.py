@@ -56,14 +56,16 @@ def document(files: RankFiles) -> Document:
     ranks = {rank: file for (rank,), file in by_rank(folder, LLAMA_SHARD).items()}
     states = {rank: root for rank, file in ranks.items() if (root := files.root(file)) is not None}
     params = _params(folder)
-    world = max(max(ranks) + 1, *(_ranks_of(state, params) for state in states.values()))
+    degree = max((_ranks_of(state, params) for state in states.values()), default=1)
+    world = max(max(ranks) + 1, degree)
     files.note_missing(world, ranks, "consolidated.{:02d}.pth")
     if files.damage and not (salvage and states):
         raise UnreadableError(f"{folder}: {clauses(files.damage)}; every rank has a part of every weight: fetch it")
     if not all(isinstance(state, dict) for state in states.values()):
         raise UnreadableError(f"{folder}: its files hold no state_dict; fetch them again")
     files.note_repeated({ranks[rank].name: state for rank, state in states.items()})
-    if len(states) > 1 and sum(map(len, states.values())) == len(set().union(*states.values())):
+    is_apart = sum(map(len, states.values())) == len(set().union(*states.values()))
+    if len(states) > 1 and degree == 1 and is_apart:  # files of whole tensors
         weights = OrderedDict(entry for state in states.values() for entry in state.items())
         if not files.damage:
             _check_layers(folder, weights, params)

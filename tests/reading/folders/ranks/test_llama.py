@@ -201,6 +201,22 @@ def test_shards_of_two_models_do_not_go_together(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("held", [{}, {"model": {"a": 1}}], ids=["empty", "nested"])
+def test_a_shard_without_weights_is_not_a_file_of_whole_tensors(tmp_path: Path, held: dict[str, Any]) -> None:
+    write_llama(tmp_path, 2)
+    torch.save(held, tmp_path / "consolidated.01.pth")
+    with pytest.raises(UnreadableError, match="1 of 2 ranks hold"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_shards_of_which_none_can_be_read_are_named(tmp_path: Path) -> None:
+    write_llama(tmp_path, 2)
+    for file in tmp_path.glob("*.pth"):
+        file.write_bytes(b"")
+    with pytest.raises(UnreadableError, match="the file is empty"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
 def test_a_shard_stands_for_all(tmp_path: Path) -> None:
     whole = write_llama(tmp_path, 2)
     assert ckptfix.open_checkpoint(tmp_path / "consolidated.01.pth").keys() == list(whole)
