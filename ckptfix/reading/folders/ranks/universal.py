@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.facts import clauses
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
@@ -28,6 +28,7 @@ NAME = "universal"
 PARAMETERS = "zero"
 MASTER = "fp32"
 GROUPS = "optimizer_state.pt"
+_ADAM = frozenset(("exp_avg", "exp_avg_sq"))
 
 
 def find(folder: Path) -> Path | None:
@@ -71,6 +72,8 @@ def document(files: RankFiles) -> Document:
             )
         trained[name] = entries.pop(MASTER)
         moments[name] = entries
+    if lost := _lost_moments(moments):
+        files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=lost, keys=0, nbytes=0, total=0))
     folders = [child.name for child in (files.folder / PARAMETERS).iterdir() if child.is_dir()]
     if extra := [name for name in folders if name not in shapes and name not in root["module"]]:
         raise UnreadableError(
@@ -117,6 +120,14 @@ def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -
                 )
         if value is not None:
             yield file.stem, value
+
+
+def _lost_moments(moments: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the files of moments that are missing: of parameters with one of Adam's two if another has both."""
+    if not any(held.keys() >= _ADAM for held in moments.values()):
+        return ()
+    halves = {name: _ADAM - held.keys() for name, held in moments.items() if len(_ADAM & held.keys()) == 1}
+    return tuple(f"{name}/{field}.pt" for name, fields in halves.items() for field in fields)
 
 
 def _optimizer(

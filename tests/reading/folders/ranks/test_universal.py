@@ -75,6 +75,25 @@ def test_what_is_missing_is_named(tmp_path: Path, damage: str, message: str) -> 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["exp_avg", "exp_avg_sq"])
+def test_a_missing_moment_is_damage(tmp_path: Path, field: str) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    file = folder / TAG / "zero" / "ln.weight" / f"{field}.pt"
+    file.unlink()
+    with pytest.raises(UnreadableError, match=rf"lacks the shard ln\.weight/{field}\.pt"):
+        ckptfix.open_checkpoint(folder)
+    assert "ln.weight" in ckptfix.open_checkpoint(folder, salvage=True).specs
+
+
+def test_parameters_with_one_moment_or_none_are_whole(tmp_path: Path) -> None:
+    """As with Lion, and with optimizers that have other moments for some parameters."""
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    for file in (folder / TAG / "zero").glob("*/exp_avg_sq.pt"):
+        file.unlink()
+    (folder / TAG / "zero" / "ln.weight" / "exp_avg.pt").unlink()
+    assert "ln.weight" in ckptfix.open_checkpoint(folder).specs
+
+
 def test_masters_of_another_model_are_refused(tmp_path: Path) -> None:
     folder, _ = unpacked(STAGES[0], tmp_path)
     (folder / TAG / "zero" / "l1.weight").rename(folder / TAG / "zero" / "l9.weight")
