@@ -38,6 +38,7 @@ _PART = "holds one rank's part of weights that {} split, under the names of the 
 FLAT = ("_flat_param", "flat_param")
 _OLMO = "flat_param.data"
 _OF_XLA = "_fsdp_shard"
+_OF_FAIRSCALE = re.compile(r"flat_param_\d{1,5}")
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 _SHARDED = ("ShardedTensor", "DTensor")
 _MOST_RANKS = 1 << 20
@@ -92,6 +93,10 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     if flat:
         what = f"holds flattened parameters of FSDP, {counted(len(flat), 'tensor')} of one rank"
         return RankShard(what, FLAT_REMEDY, flat)
+    of_fairscale = tuple(key for key in entries if _OF_FAIRSCALE.fullmatch(key.rpartition(".")[2]))
+    if of_fairscale and isinstance(root, dict) and "shard_metadata" in root:
+        what = f"holds flattened parameters of fairscale's FSDP, {counted(len(of_fairscale), 'tensor')} of one rank"
+        return RankShard(what, RANKS_REMEDY, of_fairscale)
     members = entries or next((found for found in mappings_in(root) if any(map(is_sharded, found.values()))), {})
     parts = tuple(str(key) for key, value in members.items() if isinstance(value, Opaque) and is_sharded(value))
     if parts:

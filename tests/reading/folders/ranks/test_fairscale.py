@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import ckptfix
 from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.rank_shards import rank_shard
 from tests.checks import bytes_of
 
 UNITS = {
@@ -109,3 +110,16 @@ def test_what_does_not_add_up_is_refused(tmp_path: Path, metadata: dict[str, Any
     write_fairscale(tmp_path, 2, **metadata)
     with pytest.raises(ckptfix.errors.CkptfixError, match=message):
         ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_parameter_with_such_a_name_is_one(tmp_path: Path) -> None:
+    torch.save({"model": {"flat_param_0": torch.ones(2)}}, tmp_path / "model.pt")
+    checkpoint = ckptfix.open_checkpoint(tmp_path / "model.pt")
+    assert rank_shard(checkpoint.root, checkpoint.specs) is None
+
+
+def test_a_rank_alone_is_not_the_model(tmp_path: Path) -> None:
+    write_fairscale(tmp_path, 2)
+    (tmp_path / "checkpoint_last-shard1.pt").unlink()
+    found = [finding for finding in ckptfix.check(tmp_path).findings if finding.code == "FIL105"]
+    assert [finding.keys for finding in found] == [("decoder.flat_param_0", "decoder.layers.0.flat_param_0")]
