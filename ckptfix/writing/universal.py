@@ -16,14 +16,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ckptfix.bytes.files import small_text
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, WriteError
 from ckptfix.maps.optimizer_states import optimizer_of
 from ckptfix.maps.recipes import number_of
-from ckptfix.reading.folders.ranks.names import LATEST_UNIVERSAL
+from ckptfix.reading.folders.ranks.names import LATEST, LATEST_UNIVERSAL
 from ckptfix.reading.folders.ranks.universal import GROUPS, MASTER, PARAMETERS
+from ckptfix.reading.folders.ranks.zero import NAME as ZERO
 from ckptfix.reading.folders.ranks.zero import beside
 from ckptfix.writing.atomic import temporary_folder_beside, unwritten
 from ckptfix.writing.output import Written, without_state_dict, write_to
@@ -106,8 +108,7 @@ def temporary_universal(output: Path, checkpoint: Checkpoint) -> Iterator[tuple[
     root: Any = checkpoint.root
     optimizer = root["optimizer"]
     state, groups = optimizer["state"], optimizer["param_groups"]
-    steps = root["global_steps"]
-    tag = f"global_step{steps}" if type(steps) is int else "step"
+    tag = _tag(checkpoint)
     with temporary_folder_beside(output) as around:
         folder = around / output.name
         parameters = folder / tag / PARAMETERS
@@ -139,6 +140,16 @@ def temporary_universal(output: Path, checkpoint: Checkpoint) -> Iterator[tuple[
         except OSError as error:
             raise unwritten(output, error) from error
         yield folder, written
+
+
+def _tag(checkpoint: Checkpoint) -> str:
+    """Return the tag: that of the source if it has one, because accelerate (``pytorch_model``) and Lightning
+    (``checkpoint``) load only their own."""
+    root: Any = checkpoint.root
+    folder, steps = Path(checkpoint.path), root["global_steps"]
+    if checkpoint.format == ZERO and small_text(folder.parent / LATEST).strip() == folder.name:
+        return folder.name
+    return f"global_step{steps}" if type(steps) is int else "step"
 
 
 def _model_states(checkpoint: Checkpoint) -> Checkpoint:

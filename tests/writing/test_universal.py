@@ -120,3 +120,15 @@ def test_an_existing_folder_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(UsageError, match="is a folder"):
         ckptfix.repair(by_name(tmp_path, "w", torch.float32), output=tmp_path / "out", format="universal", force=True)
+
+
+@pytest.mark.parametrize("tag", ["pytorch_model", "checkpoint"])
+def test_the_tag_is_that_of_the_source(tmp_path: Path, tag: str) -> None:
+    """accelerate and Lightning load no other; a folder that ``latest`` does not name has none."""
+    folder, _ = unpacked("zero2_w2_bf16_g2", tmp_path)
+    (folder / "global_step2").rename(folder / tag)
+    for named, expected in ((tag, tag), ("another", "global_step2")):
+        (folder / "latest").write_text(named)
+        ckptfix.repair(folder / tag, output=tmp_path / named, format="universal")
+        assert (tmp_path / named / LATEST_UNIVERSAL).read_text() == expected
+        assert (tmp_path / named / expected / "zero").is_dir()
