@@ -39,7 +39,10 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
     backing = {
         _joined(unit["fsdp_path"], name): (unit, held) for unit in units for name, held in unit["params"].items()
     }
-    place = next(key for key, value in first.items() if isinstance(value, dict) and backing.keys() <= value.keys())
+    fits = [key for key, value in first.items() if isinstance(value, dict) and backing.keys() <= value.keys()]
+    if not fits:
+        raise ValueError(f"its state_dict lacks some of the {counted(len(backing), 'flat parameter')} of the metadata")
+    place = fits[0]
     if any(unit["no_broadcast_optim_state"] for unit in units):
         raise UnreadableError(f"{path}: each of its ranks has its own experts, which are not merged")
     states = {rank: root[place] for rank, root in roots.items()}

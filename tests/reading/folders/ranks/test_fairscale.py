@@ -112,6 +112,16 @@ def test_what_does_not_add_up_is_refused(tmp_path: Path, metadata: dict[str, Any
         ckptfix.open_checkpoint(tmp_path)
 
 
+def test_a_flat_parameter_that_is_missing_is_named(tmp_path: Path) -> None:
+    write_fairscale(tmp_path, 2)
+    for file in tmp_path.iterdir():
+        root = torch.load(file, weights_only=False)
+        del root["model"]["decoder.flat_param_0"]
+        torch.save(root, file)
+    with pytest.raises(UnreadableError, match="its state_dict lacks some of the 2 flat parameters of the metadata"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
 def test_a_parameter_with_such_a_name_is_one(tmp_path: Path) -> None:
     torch.save({"model": {"flat_param_0": torch.ones(2)}}, tmp_path / "model.pt")
     checkpoint = ckptfix.open_checkpoint(tmp_path / "model.pt")
