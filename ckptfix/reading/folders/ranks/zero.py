@@ -32,6 +32,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque, tensors_in
@@ -332,12 +333,21 @@ class _States(Struct):
 
     @property
     def save(self) -> tuple[object, ...]:
-        """Facts that are equal on all ranks of a save, with the step of every flat group if the optimizer counts."""
+        """Facts that are equal on all ranks of a save."""
         dtypes = sorted({spec.dtype for spec in tensors_in([self.masters, self.optimizer])})
+        return self.stage, self.counts, dtypes
+
+    @property
+    def steps(self) -> list[float | None] | None:
+        """The step of every flat group, equal on all ranks of a save; None if the file is cut short before one."""
         found = self.optimizer.get("state")
-        groups = found.values() if isinstance(found, dict) else ()
-        steps = [_number(group.get("step")) for group in groups if isinstance(group, dict)]
-        return self.stage, self.counts, dtypes, steps
+        held = [
+            group.get("step")
+            for group in (found if isinstance(found, dict) else {}).values()
+            if isinstance(group, dict)
+        ]
+        is_lost = any(isinstance(step, TensorSpec) and is_torn(step) for step in held)
+        return None if is_lost else [*map(_number, held)]
 
     @property
     def numbers(self) -> list[int]:
@@ -427,7 +437,9 @@ class Merging:
         if not states:
             causes = clauses(self.files.damage) or f"has no {self._name.format('*')}"
             raise damaged(self.path, f"{causes}; no rank can be read")
-        saves = {rank: made.save for rank, made in states.items()}
+        steps = {rank: made.steps for rank, made in states.items()}
+        known = next((own for own in steps.values() if own is not None), None)
+        saves = {rank: (*made.save, known if steps[rank] is None else steps[rank]) for rank, made in states.items()}
         names = {rank: file.name for rank, file in found.items()}
         odd = files.of_another_save(saves, names, "stage, number of ranks, dtype or step")
         self.states = {rank: made for rank, made in states.items() if rank not in odd}

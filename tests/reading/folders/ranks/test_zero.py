@@ -324,6 +324,24 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(folder)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_file_that_is_cut_before_its_step_is_named_and_the_rest_salvaged(
+    tmp_path: Path, stage: int, world: int
+) -> None:
+    tensors = {"a": torch.randn(600), "b": torch.randn(2 * 600)}
+    (write_zero if stage == 2 else write_zero3)(tmp_path, tensors, world)
+    cut = tmp_path / _optim(world - 1)
+    data = cut.read_bytes()
+    # The largest members come first: the masters and, in the middle, the moments.
+    cut.write_bytes(data[: data.index(b"data/0") + 200])
+    with pytest.raises(UnreadableError, match=f"{cut.name} that is cut short"):
+        ckptfix.open_checkpoint(tmp_path)
+    if stage == 2:
+        got = ckptfix.open_checkpoint(tmp_path, salvage=True)
+        assert (got.keys(), [*got.lost]) == (["a"], ["b"])
+
+
 @pytest.mark.parametrize(
     "name", ["moe_w4_ep2", "moe_zero1_w4_ep2", "autoep_w4_ep2", "autoep_zero3_w4_ep2", "tp2_zero2_w4_bf16"]
 )
