@@ -132,6 +132,12 @@ def document(files: RankFiles) -> Document:
         model_states(files, {data: file for (data, model), file in models.items() if model == rank}) for rank in tensor
     ]
     roots = [found[0] for found in states]
+    facts = {
+        rank: (root.get("mp_world_size"), root.get("global_steps")) for rank, root in zip(tensor, roots, strict=True)
+    }
+    labels = {rank: f"*mp_rank_{rank:02d}_model_states.pt" for rank in tensor}
+    if files.of_another_save(facts, labels, "number of tensor-parallel ranks or step"):
+        raise UnreadableError(f"{path}: all of its tensor-parallel ranks are needed; fetch those of one save")
     degree = roots[0].get("mp_world_size")
     if tensor != list(range(degree if type(degree) is int and 0 < degree <= MOST_RANKS else len(tensor))):
         raise UnreadableError(f"{path}: has files of {len(tensor)} of {degree} tensor-parallel ranks; fetch the others")

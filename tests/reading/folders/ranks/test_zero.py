@@ -342,6 +342,15 @@ def test_a_file_that_is_cut_before_its_step_is_named_and_the_rest_salvaged(
         assert (got.keys(), [*got.lost]) == (["a"], ["b"])
 
 
+@pytest.mark.parametrize(("key", "other"), [("mp_world_size", 4), ("global_steps", 1)])
+def test_a_tensor_parallel_rank_of_another_save_is_named(tmp_path: Path, key: str, other: int) -> None:
+    folder, _ = unpacked("autotp_zero0_w2", tmp_path)
+    _change(folder / TAG / "mp_rank_01_model_states.pt", lambda states: states.update({key: other}))
+    for salvage in (False, True):
+        with pytest.raises(UnreadableError, match=r"from different saves: .*mp_rank_01_model_states\.pt"):
+            ckptfix.open_checkpoint(folder, salvage=salvage)
+
+
 @pytest.mark.parametrize(
     "name", ["moe_w4_ep2", "moe_zero1_w4_ep2", "autoep_w4_ep2", "autoep_zero3_w4_ep2", "tp2_zero2_w4_bf16"]
 )
