@@ -22,7 +22,8 @@ from tests.cli.programs import run_here
 from tests.reading.folders.ranks.genuine import swap, tensors_of, unpacked
 
 OLD = ("fsdp1_sharded_w2_torch24", "fsdp2_w2_torch24")
-NAMES = ("fsdp1_sharded_w4", "fsdp1_mesh_w2", "fsdp2_w4", "fsdp2tp_w4", "hsdp_w4", *OLD)
+NEW = ("fsdp1_sharded_w2_torch215", "fsdp2_w2_torch215", "fsdp2_order_w2_torch215")
+NAMES = ("fsdp1_sharded_w4", "fsdp1_mesh_w2", "fsdp2_w4", "fsdp2tp_w4", "hsdp_w4", *OLD, *NEW)
 
 
 def saved(tmp_path: Path, name: str = "fsdp2_w4") -> tuple[Path, Any]:
