@@ -235,8 +235,10 @@ class _FolderReading:
         if self.faults and not whole:
             raise damaged(self.folder, f"{clauses(self._damage())}; no tensor is whole")
         used = set(self.contents) | {file for item in self.metadata.items.values() for file in item.files}
-        # Files of chunks without any item, which remain from an earlier save into the same folder.
-        strays = sorted(path.name for path in self.folder.glob(CHUNKS) if path.name not in used)
+        # Files of chunks without any item, which remain from an earlier save into the same folder. A rank of which the
+        # planner takes nothing writes an empty file.
+        others = (path for path in self.folder.glob(CHUNKS) if path.name not in used)
+        strays = sorted(path.name for path in others if path.stat().st_size)
         return Document(
             str(self.folder),
             NAME,

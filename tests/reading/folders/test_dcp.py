@@ -379,6 +379,13 @@ def test_a_part_that_an_earlier_save_left_is_a_note(tmp_path: Path) -> None:
     assert finding.message.startswith("__7_0.distcp holds nothing of this checkpoint")
 
 
+def test_noop_a_rank_of_which_nothing_is_saved_writes_an_empty_file(tmp_path: Path) -> None:
+    """As with ``DefaultSavePlanner(dedup_save_to_lowest_rank=True)``."""
+    chunked(tmp_path)
+    (tmp_path / "__7_0.distcp").touch()
+    assert ckptfix.check(tmp_path).findings == ()
+
+
 def test_a_save_that_was_never_finished(tmp_path: Path) -> None:
     chunked(tmp_path)
     (tmp_path / ".metadata").rename(tmp_path / ".metadata.tmp")
