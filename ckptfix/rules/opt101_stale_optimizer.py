@@ -199,7 +199,7 @@ def _brought_in_step(rule: Rule, context: Context, change: Change, way: Followed
         keys=(*way.anew, *way.added),
         evidence={**_evidence(way), **({"would fit as well": others} if others else {})},
         fix=Fix(way.edits(change.new_order), Applicability.SAFE if is_certain else Applicability.UNSAFE),
-        remedies=(IN_STEP, DROP, KEEP),
+        remedies=() if is_certain else (IN_STEP, DROP, KEEP),  # a safe fix needs no decision
         is_accepted=context.settings.keep_optimizer,
     )
 

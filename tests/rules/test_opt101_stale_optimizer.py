@@ -20,6 +20,7 @@ from ckptfix.core.finding import Finding, Level
 from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan, Step
 from ckptfix.report.display import report_lines
+from tests.cli.programs import run_here
 
 Edited = Callable[[nn.Module], nn.Module]
 Groups = Callable[[nn.Module], Any]
@@ -1133,3 +1134,17 @@ def test_names_instead_of_numbers_follow_a_rename(tmp_path):
     torch.save({"model": before.state_dict(), "optimizer": state}, tmp_path / "run.pth")
     assert codes_of(tmp_path / "run.pth", wanted, output=tmp_path / "fixed.pth", rename=("b.*=z.*",)) == []
     assert torch.load(tmp_path / "fixed.pth")["optimizer"]["state"].keys() == dict(wanted.named_parameters()).keys()
+
+
+def test_an_optimizer_with_names_that_follows_safely_needs_no_decision(tmp_path: Path) -> None:
+    weights = {f"_forward_module.{name}": torch.randn(3) for name in ("a.weight", "b.weight")}
+    state = {
+        name: {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3), "step": torch.tensor(2.0)} for name in weights
+    }
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [*weights]}]}
+    torch.save({"module": weights, "optimizer": optimizer}, tmp_path / "a.pth")
+    checked = run_here("check", tmp_path / "a.pth", cwd=tmp_path).stdout
+    assert "OPT101" in checked
+    assert "--unsafe-fixes" not in checked
+    assert run_here("repair", tmp_path / "a.pth", "-o", tmp_path / "b.pth", cwd=tmp_path).returncode == 0
+    assert [*torch.load(tmp_path / "b.pth")["optimizer"]["state"]] == ["a.weight", "b.weight"]
