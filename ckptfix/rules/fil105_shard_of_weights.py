@@ -25,7 +25,7 @@ its shapes, or with `strict=False` silently leaves the model with its initial we
 for the layers of the other four.
 
 ## Fix safety
-There is no fix: data that is not in the file cannot be restored. Put the files of all ranks into one folder:
+Data that is not in the file cannot be restored from it. Put the files of all ranks into one folder:
 `ckptfix repair FOLDER -o model.pth` reads it as one checkpoint.
 
 ## Example
