@@ -55,7 +55,7 @@ from ckptfix.reading.folders.ranks.files import (
 from ckptfix.reading.folders.ranks.names import LATEST, ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, joined
-from ckptfix.reading.folders.ranks.zero_numbered import ExpertShapes, NumberedOptimizer, merge
+from ckptfix.reading.folders.ranks.zero_numbered import EXPERT_KEY, merged_optimizer
 from ckptfix.reading.folders.ranks.zero_splits import check_degree, splits_of_ranks
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -66,7 +66,6 @@ _FRAGMENTS = "frozen_param_fragments"
 # The padding of a flat group has fewer than this many elements per rank; DeepSpeed pads to a multiple of two for each.
 _PADDING = 16
 
-_EXPERT_KEY = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")
 # AutoEP stacks the weights of all experts of a layer; a rank has some of them, and a file of an expert has one.
 _STACK = re.compile(r".*\.experts\.w[123]")
 _STACKED = re.compile(rf"({_STACK.pattern})\.(\d{{1,6}})")
@@ -176,7 +175,7 @@ def document(files: RankFiles) -> Document:
     if masters is not None or optim:
         optimizer = masters and masters.optimizer
     else:
-        optimizer = _without_zero(files, roots, plain, joining, split_of)
+        optimizer = merged_optimizer(files, roots, plain, joining, split_of)
     merged = container(files, root, weights, optimizer, bool(optim or root.get("optimizer")))
     if "args" in merged:
         merged["args"] = megatron.whole_arguments(merged["args"])
@@ -207,47 +206,6 @@ def _trained(root: Any) -> dict[str, Shape]:
     return {name: module[name].shape for name in module if name in found.values() and name not in buffers}
 
 
-def _without_zero(
-    files: RankFiles, roots: Sequence[Any], plain: Shapes, joining: Joining, split_of: SplitOf
-) -> dict[str, Any] | None:
-    """Return the optimizer that was saved without ZeRO; None if there is none, or if its ranks cannot be merged.
-
-    ``plain`` has the shapes of the parameters that are not experts."""
-    saved = {(model, rank): file for (rank, model), file in by_rank(files.folder, ZERO_EXPERT_OPTIM).items()}
-    holders = {place: files.root(file) for place, file in saved.items()} or {
-        (model, 0): root for model, root in enumerate(roots)
-    }
-    found = {
-        place: made
-        for place, root in holders.items()
-        if isinstance(root, dict) and (made := NumberedOptimizer.of(root.get("optimizer"))) is not None
-    }
-    if not found or len(found) < len(holders):
-        return None
-    count = next(iter(found.values())).ranks if saved else 1
-    for model in range(len(roots) if saved and count else 0):
-        own = {rank: file for (other, rank), file in saved.items() if other == model}
-        if len(own) % count:  # more are copies, for another layer with experts over more ranks
-            files.note_missing(count, own, f"expp_rank_{{}}_mp_rank_{model:02d}_optim_states.pt")
-    if files.damage:
-        return None
-    names = {place: saved[place].name if saved else f"mp_rank_{place[0]:02d}_model_states.pt" for place in found}
-    if files.of_another_save({place: made.save for place, made in found.items()}, names, "groups or step"):
-        return None
-    files.note_foreign({names[place]: {"param_groups": made.settings} for place, made in found.items()})
-    ranks = [
-        [made for (other, rank), made in found.items() if other == model and rank < count]
-        for model in range(len(roots))
-    ]
-    files.note_repeated({names[place]: made.of_experts for place, made in found.items() if place[1] < count})
-    if not count or any(len(own) != count for own in ranks):
-        return None
-    module = roots[0]["module"]
-    keys = ((key, _EXPERT_KEY.fullmatch(key)) for key in module if saved and key not in plain)
-    parameters = [(int(match[2]), match[1], match[3], module[key].shape) for key, match in keys if match is not None]
-    return merge(ranks, plain, ExpertShapes.of(parameters, count), joining, split_of)
-
-
 def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:
     """Return the weights in the file of an expert; those of AutoEP as a stack of one.
 
@@ -255,7 +213,7 @@ def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:
     made = {}
     for key, spec in (files.root(file) or {}).items():
         stacked = _STACKED.fullmatch(str(key))
-        match = stacked or _EXPERT_KEY.fullmatch(str(key))
+        match = stacked or EXPERT_KEY.fullmatch(str(key))
         if match is None or int(match[2]) != expert or not isinstance(spec, TensorSpec):
             raise damaged(file, f"holds {shown(key)}, which expert {expert} does not have")
         made[key] = replace(spec, shape=(1, *spec.shape), strides=(spec.numel, *spec.strides)) if stacked else spec
@@ -416,7 +374,7 @@ def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_FlatRun]
     world = max(counts)
     for index, (shapes, count) in enumerate(zip(groups, counts, strict=True)):
         sets = world // count if count > 0 else 0
-        found = {name: _EXPERT_KEY.fullmatch(name) for name in shapes}
+        found = {name: EXPERT_KEY.fullmatch(name) for name in shapes}
         stacks = {name for name in shapes if sets > 1 and _STACK.fullmatch(name)}
         if sets * count != world or (sets > 1 and {name for name, match in found.items() if not match} != stacks):
             raise ValueError(f"group {index} is cut over {count} of {world} ranks")

@@ -22,12 +22,56 @@ from msgspec.structs import replace
 from ckptfix.core.parts import Shape, Shapes
 from ckptfix.maps.optimizer_states import Optimizer, optimizer_of
 from ckptfix.maps.recipes import Layout, namings, number_of
+from ckptfix.reading.folders.ranks.files import RankFiles, by_rank
+from ckptfix.reading.folders.ranks.names import ZERO_EXPERT_OPTIM
 from ckptfix.reading.folders.ranks.partition import WHOLE, Joining, SplitOf
 
 _INNER, _MASTERS, _FLAT = "optimizer_state_dict", "fp32_groups", "fp32_groups_flat"
 _DIVIDED = re.compile(r"ep_size_(\d{1,6})")  # the name of a group of experts that are divided over so many ranks
+EXPERT_KEY = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")  # what precedes the number, and follows it
 _Names = list[list[str]]  # of each group, in the order of its numbers
 _Fields = dict[str, dict[str, Any]]  # the values of each field of the state by name; the masters are a field
+
+
+def merged_optimizer(
+    files: RankFiles, roots: Sequence[Any], plain: Shapes, joining: Joining, split_of: SplitOf
+) -> dict[str, Any] | None:
+    """Return the optimizer that was saved without ZeRO; None if there is none, or if its ranks cannot be merged.
+
+    ``plain`` has the shapes of the parameters that are not experts."""
+    saved = {(model, rank): file for (rank, model), file in by_rank(files.folder, ZERO_EXPERT_OPTIM).items()}
+    holders = {place: files.root(file) for place, file in saved.items()} or {
+        (model, 0): root for model, root in enumerate(roots)
+    }
+    found = {
+        place: made
+        for place, root in holders.items()
+        if isinstance(root, dict) and (made := NumberedOptimizer.of(root.get("optimizer"))) is not None
+    }
+    if not found or len(found) < len(holders):
+        return None
+    count = next(iter(found.values())).ranks if saved else 1
+    for model in range(len(roots) if saved and count else 0):
+        own = {rank: file for (other, rank), file in saved.items() if other == model}
+        if len(own) % count:  # more are copies, for another layer with experts over more ranks
+            files.note_missing(count, own, f"expp_rank_{{}}_mp_rank_{model:02d}_optim_states.pt")
+    if files.damage:
+        return None
+    names = {place: saved[place].name if saved else f"mp_rank_{place[0]:02d}_model_states.pt" for place in found}
+    if files.of_another_save({place: made.save for place, made in found.items()}, names, "groups or step"):
+        return None
+    files.note_foreign({names[place]: {"param_groups": made.settings} for place, made in found.items()})
+    ranks = [
+        [made for (other, rank), made in found.items() if other == model and rank < count]
+        for model in range(len(roots))
+    ]
+    files.note_repeated({names[place]: made.of_experts for place, made in found.items() if place[1] < count})
+    if not count or any(len(own) != count for own in ranks):
+        return None
+    module = roots[0]["module"]
+    keys = ((key, EXPERT_KEY.fullmatch(key)) for key in module if saved and key not in plain)
+    parameters = [(int(match[2]), match[1], match[3], module[key].shape) for key, match in keys if match is not None]
+    return _merge(ranks, plain, ExpertShapes.of(parameters, count), joining, split_of)
 
 
 class NumberedOptimizer(Struct):
@@ -152,7 +196,7 @@ def names_in(optimizer: Optimizer, own: Shapes, whole: Shapes) -> tuple[_Names, 
     return found[0] if len(found) == 1 else None
 
 
-def merge(
+def _merge(
     ranks: Sequence[Sequence[NumberedOptimizer]],
     shapes: Shapes,
     experts: ExpertShapes | None,
