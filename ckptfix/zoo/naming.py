@@ -45,8 +45,7 @@ def output_name(name: str, form: str | None = None, template: str = MIRRORED, *,
 
     ``form`` is the format to write: ``pth``, ``safetensors``, or ``universal``, a folder. None keeps that of the
     source. The name of a packed file loses the suffix of the packing; a folder or an index of shards becomes one file
-    in the other formats. Raises ``UsageError`` if the
-    template leads out of the root."""
+    in the other formats. Raises ``UsageError`` if the template leads out of the root."""
     folder, _, own = name.rpartition("/")
     own = "model" if own == "." else own  # a folder that is the whole zoo
     stem, suffix = split_suffix(own, is_folder=is_folder)

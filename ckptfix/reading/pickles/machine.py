@@ -35,6 +35,7 @@ _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, struct.error, 
 _STRIDE = 1 << 14  # opcodes between two checks of the limits; an opcode pushes at most one value
 _LONGEST = 5  # bytes of the longest opcode that is handled inline, with its argument
 _MARK = 80  # bytes of a mark and of the list of the values after it
+_DICT = getsizeof({}) + 8  # bytes of an empty dict and of its place on the stack
 _GLOBAL = 400  # bytes of a global besides its text
 
 # Digits of a number in text. Python's own limit is a little higher, but its message is about the interpreter.
@@ -230,7 +231,7 @@ class PickleMachine(PickleStream):
                         continue
                     if opcode == 0x7D:  # EMPTY_DICT
                         stack.append({})
-                        spent += 72
+                        spent += _DICT
                         place += 1
                         continue
                     if opcode == 0x81:  # NEWOBJ

@@ -163,7 +163,7 @@ class _Joined:
         self.files.note_repeated({names[numbers]: root for numbers, root in roots.items()})
         grid = self._grid(found, sizes)
         by_place = {_place(numbers, sizes): root for numbers, root in roots.items()}
-        # Megatron writes only some of the ranks then.
+        # Before ranks are called missing: with such experts, Megatron writes only some of them.
         if args.get("expert_tensor_parallel_size", grid[0]) != grid[0] and _has_experts(first):
             raise UnreadableError(f"{self.path}: experts split differently from the other layers are not merged")
         self._check_complete(by_place, grid, partial(_folder_name, found[min(found)].parent.name, sizes))
