@@ -3,7 +3,8 @@
 Each message is one line that says what is wrong, in which file, and what to do next. Any other exception that escapes
 from ckptfix is a bug."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from msgspec import Struct
 
@@ -68,7 +69,13 @@ class CkptfixError(Exception):
 
 class UnreadableError(CkptfixError):
     """The file has no readable checkpoint: it has another format, is damaged, or is a pointer to a file that was never
-    fetched. If the file does not exist, the error is a ``FileNotFoundError`` too."""
+    fetched. If the file does not exist, the error is a ``FileNotFoundError`` too.
+
+    ``data`` is what is known about the damage, for the JSON report."""
+
+    def __init__(self, *words: Words, data: Mapping[str, Any] | None = None) -> None:
+        super().__init__(*words)
+        self.data = data or {}
 
 
 def damaged(path: object, fault: str) -> UnreadableError:

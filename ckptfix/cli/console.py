@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,7 +17,7 @@ import click
 from msgspec import Struct, field
 
 from ckptfix.core.progress import SMALL, Task, watched_by
-from ckptfix.errors import CkptfixError, HostileError, TargetError, UsageError, WriteError
+from ckptfix.errors import CkptfixError, HostileError, TargetError, UnreadableError, UsageError, WriteError
 from ckptfix.report.style import Line, Span, TextFormat, size
 
 QUIET = 2.0  # seconds before any progress is shown: most work is done by then
@@ -113,15 +113,24 @@ def handle_signals() -> None:
             signal.signal(number, stop)
 
 
+class Failure(Struct, frozen=True):
+    """An error that was shown: its message, whether the file is built to run code, and the data of an
+    ``UnreadableError``."""
+
+    message: str
+    runs_code: bool = False
+    data: Mapping[str, Any] | None = None
+
+
 class Console(Struct):
     """The output streams of a command.
 
-    ``failures`` has the message of every error shown, and whether the file is built to run code. ``is_fatal`` is set
-    after an error that all other files would have too."""
+    ``failures`` has the errors that were shown. ``is_fatal`` is set after an error that all other files would have
+    too."""
 
     quiet: bool = False
     verbose: bool = False
-    failures: list[tuple[str, bool]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     is_fatal: bool = False
     _shows_progress: bool = False
     _begun: float = field(default_factory=time.monotonic)
@@ -184,7 +193,10 @@ class Console(Struct):
             # An error that is not about this file would recur for all others.
             self.is_fatal = bool(source) and not _begins_with([source], str(error))
         except CkptfixError as error:
-            self._fail(_naming(names, _worded(error)), isinstance(error, HostileError) and error.runs_code)
+            runs_code = isinstance(error, HostileError) and error.runs_code
+            self._fail(
+                _naming(names, _worded(error)), runs_code, error.data if isinstance(error, UnreadableError) else None
+            )
         except BrokenPipeError:
             _close_quietly(sys.stdout)
             raise click.exceptions.Exit(_PIPE_CLOSED) from None
@@ -214,7 +226,8 @@ class Console(Struct):
             if form == "json":
                 from ckptfix.core.report import error_to_json
 
-                write_output(json.dumps(error_to_json(source or None, self.failures[-1][0]), indent=2) + "\n")
+                last = self.failures[-1]
+                write_output(json.dumps(error_to_json(source or None, last.message, last.data), indent=2) + "\n")
             raise click.exceptions.Exit(FAILED)
 
     def report_stop(self, stop: KeyboardInterrupt, source: str = "") -> int:
@@ -233,8 +246,8 @@ class Console(Struct):
         hint = f" (see {context.command_path} --help)" if context is not None else ""
         self._fail(f"{error.format_message().rstrip('.')}{hint}")
 
-    def _fail(self, message: str, runs_code: bool = False) -> None:
-        self.failures.append((message, runs_code))
+    def _fail(self, message: str, runs_code: bool = False, data: Mapping[str, Any] | None = None) -> None:
+        self.failures.append(Failure(message, runs_code, data))
         _write_error([("ckptfix: ", Span("error: ", "error"), message)])
 
 

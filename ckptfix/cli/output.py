@@ -46,9 +46,10 @@ class ReportWriter:
             for form in self._forms:
                 self._console.write(form.add(report, presentation), plain=form.is_for_programs)
             self.exit_code = max(self.exit_code, report.exit_code)
-        for message, runs_code in self._console.failures[failed_before:]:
+        for failure in self._console.failures[failed_before:]:
             for form in self._forms:
-                self._console.write(form.add_error(source, message, runs_code), plain=True)
+                lines = form.add_error(source, failure.message, failure.runs_code, failure.data)
+                self._console.write(lines, plain=True)
             self.exit_code = FAILED
 
     def close(self) -> None:
@@ -98,7 +99,9 @@ class _Lines(ReportFormat):
         self._is_begun = True
         yield from full_lines(report, presentation) if self._is_full else concise_lines(report, presentation)
 
-    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
+    def add_error(
+        self, source: str, message: str, runs_code: bool = False, data: Mapping[str, Any] | None = None
+    ) -> Iterable[Line]:
         self._counts["failed"] += 1
         return ()
 
@@ -132,8 +135,10 @@ class _JsonDocument(ReportFormat):
         self._entries.append({**report.to_json(), "sha256": digest, "commands": commands})
         return ()
 
-    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
-        self._entries.append(error_to_json(source, message))
+    def add_error(
+        self, source: str, message: str, runs_code: bool = False, data: Mapping[str, Any] | None = None
+    ) -> Iterable[Line]:
+        self._entries.append(error_to_json(source, message, data))
         return ()
 
     def pieces(self) -> Iterator[str]:
@@ -175,7 +180,9 @@ class _Page(ReportFormat):
         self._weights.write(json.dumps(weights_to_json(report), allow_nan=False) + "\n")
         return ()
 
-    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
+    def add_error(
+        self, source: str, message: str, runs_code: bool = False, data: Mapping[str, Any] | None = None
+    ) -> Iterable[Line]:
         from ckptfix.report.page import record_of_error
 
         self._add(source, record_of_error(source, message))

@@ -99,6 +99,11 @@ def _ranks_lacking(fact: Fact) -> str:
     return f"lacks {counted(absent, 'rank')} of {ranks}: {', '.join(names)}{more}"
 
 
+def _bytes_lacking(fact: Fact) -> str:
+    tensors = counted(len(fact.data["keys"]), "tensor")
+    return f"lacks {counted(fact.data['nbytes'], 'byte')} of {tensors} that no other file has"
+
+
 def _item_damaged(fact: Fact) -> str:
     causes = clauses(fact.data.get("causes", ()))
     return f"has damage: {fact.place}{causes and f' {causes}'} ({counted(fact.data['items'], 'item')})"
@@ -224,6 +229,7 @@ class Kind(Enum):
     RANK_UNREADABLE = ("rank-unreadable", "has a rank that cannot be read ({error})")
     RANK_SHORT = ("rank-short", "has an incomplete rank: {place} has {there} of {size} numbers")
     RANKS_LACKING = ("ranks-lacking", _ranks_lacking)
+    BYTES_LACKING = ("bytes-lacking", _bytes_lacking)
     RANKS_STRANGE = ("ranks-strange", "has files of ranks beyond the {ranks} that saved it: {names:names}")
     RANKS_OF_ANOTHER_SAVE = ("ranks-of-another-save", "has ranks from another save than most: {names:names}")
     ITEM_DAMAGED = ("item-damaged", _item_damaged)
@@ -314,6 +320,12 @@ def clauses(facts: Iterable[Fact]) -> str:
     found = list(facts)
     rest = len(found) - LISTED
     return "; ".join(map(clause, found[:LISTED])) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def fact_to_json(fact: Fact) -> dict[str, Any]:
+    """Return a fact as data, with its words as ``text``."""
+    data = {name: fact_to_json(value) if isinstance(value, Fact) else value for name, value in fact.data.items()}
+    return {"kind": fact.kind.value, "place": fact.place, "text": clause(fact), "data": data}
 
 
 def first_facts(facts: list[Fact], rest: Kind, most: int = 3) -> list[Fact]:

@@ -230,8 +230,9 @@ def envelope(reports: Iterable[Mapping[str, Any]], versions: Mapping[str, str | 
     return {"version": REPORT_VERSION, "versions": dict(versions), "reports": list(reports)}
 
 
-def error_to_json(source: str | None, message: str) -> dict[str, Any]:
-    return {"version": REPORT_VERSION, "source": source, "exit_code": 2, "error": message}
+def error_to_json(source: str | None, message: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the report on a file that could not be checked; ``data`` is that of an ``UnreadableError``."""
+    return {"version": REPORT_VERSION, "source": source, "exit_code": 2, "error": message, **plain(data or {})}
 
 
 def _finding(report: Report, finding: Finding, fixed: bool, fixes: bool) -> dict[str, Any]:

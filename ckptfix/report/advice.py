@@ -71,8 +71,11 @@ class ReportFormat:
         """Take the report of a file, and return the lines to write now."""
         return ()
 
-    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
-        """Take a file that could not be checked, and whether it is built to run code; return the lines to write now."""
+    def add_error(
+        self, source: str, message: str, runs_code: bool = False, data: Mapping[str, Any] | None = None
+    ) -> Iterable[Line]:
+        """Take a file that could not be checked, whether it is built to run code, and the data of its error; return the
+        lines to write now."""
         return ()
 
     def pieces(self) -> Iterator[str]:

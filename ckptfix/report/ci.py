@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -51,7 +51,9 @@ class SarifLog(ReportFormat, Struct):
             self._add(report.source, finding, finding in report.applied)
         return ()
 
-    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
+    def add_error(
+        self, source: str, message: str, runs_code: bool = False, data: Mapping[str, Any] | None = None
+    ) -> Iterable[Line]:
         """Add a file that could not be checked; one that is built to run code is an alert too."""
         if runs_code:
             self._add(source, _ATTACK.finding(Level.ERROR, message, blocks=Blocks.LOADING), False)
@@ -140,7 +142,9 @@ class WorkflowCommands(ReportFormat):
             command = "notice" if fixed else _COMMANDS[finding.level]
             yield _command(command, report.source, f"{finding.code} {finding.name}", _message(finding, fixed))
 
-    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterator[str]:
+    def add_error(
+        self, source: str, message: str, runs_code: bool = False, data: Mapping[str, Any] | None = None
+    ) -> Iterator[str]:
         """Yield the workflow command for a file that could not be checked."""
         yield _command("error", source, _title(runs_code), message)
 
@@ -186,7 +190,9 @@ class JUnitDocument(ReportFormat):
             _fail(whole, "failure", "ckptfix", TextFormat().write([headline(report, presentation)]).rstrip("\n"))
         return ()
 
-    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
+    def add_error(
+        self, source: str, message: str, runs_code: bool = False, data: Mapping[str, Any] | None = None
+    ) -> Iterable[Line]:
         """Add a file that could not be checked."""
         _fail(_test(self._suite(source), _title(runs_code)), "error", "ckptfix", message)
         return ()

@@ -40,7 +40,7 @@ from string import ascii_letters
 from ckptfix.core.buffers import RUNNING_STATISTICS
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
-from ckptfix.core.facts import ABSENT, BESIDE, Fact, Kind, clause, clauses
+from ckptfix.core.facts import ABSENT, BESIDE, Fact, Kind, clause, clauses, fact_to_json
 from ckptfix.core.finding import FILE, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.names import template
@@ -54,7 +54,10 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     checkpoint, has_target = context.checkpoint, context.target is not None
     if damage := (*checkpoint.damage, *checkpoint.remarked(*BESIDE)):
         cause = clauses(damage)
-        evidence = {"damage": [clause(fact) for fact in damage]}
+        evidence = {
+            "damage": [clause(fact) for fact in damage],
+            "facts": {clause(fact): fact_to_json(fact) for fact in damage},
+        }
         yield rule.finding(Level.WARNING, f"the file {cause}", evidence=evidence, fix=Fix.safe((Rewrite(cause),)))
     for level, message, advice, keys in (*_doubts(checkpoint, damage), *_of_files(checkpoint, has_target)):
         yield rule.finding(level, message, keys, remedies=advise(advice) if advice else ())

@@ -10,6 +10,7 @@ import torch
 from jsonschema import Draft202012Validator, ValidationError, validate
 
 from tests.cli.programs import ROOT, parse, run_here
+from tests.reading.folders.ranks.genuine import unpacked
 
 SCHEMAS = {path.name: json.loads(path.read_text()) for path in (ROOT / "docs" / "schemas").glob("*.json")}
 
@@ -51,6 +52,19 @@ def test_a_report_conforms_to_its_schema(words, folder):
         for command in report.get("commands", ()):
             assert shlex.split(command["text"]) == command["words"]
             parse(command["text"])
+
+
+def test_what_a_missing_rank_held_is_data(tmp_path):
+    folder, _ = unpacked("fsdp2tp_w4", tmp_path)
+    (folder / "rank_1.pt").unlink()
+    data = json.loads(run_here("check", folder, "--output-format", "json", cwd=tmp_path).stdout)
+    assert_valid(data, "report")
+    (report,) = data["reports"]
+    assert [(fact["kind"], fact["data"]) for fact in report["damage"]] == [
+        ("ranks-lacking", {"absent": 1, "ranks": 4, "names": ["rank_1.pt"]}),
+        ("bytes-lacking", {"nbytes": 96, "keys": ["model.head.weight"]}),
+    ]
+    assert report["lost"] == {"head.weight": ["float32", [13, 8]]}
 
 
 def test_a_report_names_the_file_by_its_digest(folder):

@@ -202,6 +202,13 @@ class Flat:
             start += part.numel
         return cls(placed)
 
+    def count(self, start: int, stop: int) -> int:
+        """Return how many of the elements ``start`` to ``stop`` are in intact parts."""
+        placed = zip(self._starts, self.parts, strict=True)
+        return sum(
+            max(min(stop, begin + part.numel) - max(start, begin), 0) for begin, part in placed if not is_torn(part)
+        )
+
     def within(self, start: int, stop: int, path: str) -> Iterator[tuple[ByteSource, int, int]]:
         """Yield the sources of bytes ``start`` to ``stop`` of the run, each with the range of its bytes.
 

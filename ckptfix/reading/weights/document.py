@@ -8,10 +8,11 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import ContainerPath
-from ckptfix.core.facts import ABSENT, Fact, Kind, clauses
+from ckptfix.core.facts import ABSENT, Fact, Kind, clauses, fact_to_json
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
+from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, UnreadableError
 
 
@@ -58,13 +59,18 @@ def split_entries(
     if not (salvage and tensors):
         causes = clauses(document.damage) or "is damaged"
         again = "the missing files" if any(fact.kind in ABSENT for fact in document.damage) else "the file again"
+        data = {
+            "damage": [fact_to_json(fact) for fact in document.damage],
+            "lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in lost.items()},
+        }
         if not tensors:
-            raise UnreadableError(f"{document.path}: {causes}: no tensor in it is complete; fetch {again}")
+            raise UnreadableError(f"{document.path}: {causes}: no tensor in it is complete; fetch {again}", data=data)
         back = f"all {counted(tensors, 'tensor')}"
         if lost:
             back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
+            causes = f"{causes}; {first_names(list(lost))} {'is' if len(lost) == 1 else 'are'} lost"
         what = f"{document.path}: {causes}: fetch {again}, or take {back} with "
-        raise UnreadableError(what, Opt("salvage", True))
+        raise UnreadableError(what, Opt("salvage", True), data=data)
     return whole, lost
 
 

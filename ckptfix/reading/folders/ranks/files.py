@@ -160,6 +160,7 @@ class RankFiles:
         self._saved_as: dict[Path, str] = {}  # the original names of files
         self.remarks: dict[Fact, None] = {}
         self.damage: list[Fact] = []
+        self.lacking: Counter[str] = Counter()  # bytes of tensors that are in no file, by the tensor's place
 
     def root(self, file: Path) -> Any:
         """Return the root object of a file, and keep its remarks; None if it cannot be read, which is damage.
@@ -177,11 +178,15 @@ class RankFiles:
         except UnreadableError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
                 raise  # the process has too many open files, which is not the file's fault
-            self.damage.append(Fact.of(Kind.RANK_UNREADABLE, file.name, error=str(error)))
+            self.damage.append(Fact.of(Kind.RANK_UNREADABLE, self.name(file), error=str(error)))
             return None
         self.names |= document.names
-        self.damage += [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in document.damage]
+        self.damage += [Fact.of(Kind.SHARD_DAMAGED, self.name(file), cause=fact) for fact in document.damage]
         return document
+
+    def name(self, file: Path) -> str:
+        """Return the name of a file in the folder; files of ranks that have folders of their own share a name."""
+        return file.relative_to(self.folder).as_posix()
 
     def content(self, file: Path) -> Content:
         """Return the bytes of a file. Raises ``UnreadableError`` if it cannot be opened, ``HostileError`` if it is a
@@ -189,7 +194,7 @@ class RankFiles:
         hub keeps all files."""
         if self._opened is None or self._opened[0] != file:
             self._home = self._home or file
-            found = file_inside(self.folder, file.relative_to(self.folder).as_posix(), str(self._home))
+            found = file_inside(self.folder, self.name(file), str(self._home))
             self._opened = file, Content.of_file(str(found))
             self._saved_as[file] = _saved_as(self._opened[1])
         return self._opened[1]
@@ -283,6 +288,9 @@ class RankFiles:
             self.note_order({name: _numbers(saved) for name, saved in words.items()}, words)
 
     def document(self, form: str, root: Any, producer: str, copies: Mapping[str, TensorSpec] | None = None) -> Document:
+        if nbytes := self.lacking.total():
+            keys = tuple(key for key, lost in self.lacking.items() if lost)
+            self.damage.append(Fact.of(Kind.BYTES_LACKING, nbytes=nbytes, keys=keys))
         return Document(
             str(self.folder),
             form,

@@ -480,7 +480,10 @@ class _RankMerge:
         elif not self.files.salvage:
             found.copies.update({box: [compared(name, same, self.path)] for box, same in repeated.items()})
         spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, shape, contiguous_strides(shape))
-        if (held := sum(map(numel, found.copies))) < spec.numel:
+        held = sum(map(numel, found.copies))
+        intact = [box for box, same in found.copies.items() if not all(map(is_torn, same))]
+        self.files.lacking[name] += (spec.numel - sum(map(numel, intact))) * spec.itemsize
+        if held < spec.numel:
             if not self.files.damage:
                 self.files.note_renamed()
                 moved = [

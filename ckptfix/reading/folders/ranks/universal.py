@@ -79,7 +79,7 @@ def document(files: RankFiles) -> Document:
         raise UnreadableError(
             f"{files.folder}: the model states do not name {first_names(extra)}; put the files of one save together"
         )
-    frozen = zero.frozen_parameters(root, states, len(states), str(files.folder)) if len(states) > 1 else {}
+    frozen = zero.frozen_parameters(root, states, len(states), files) if len(states) > 1 else {}
     weights = zero.whole_module(root, trained, frozen, str(files.folder))
     optimizer = _optimizer(files, root["param_shapes"], moments)
     merged = zero.container(files, root, weights, optimizer, any(moments.values()))

@@ -18,6 +18,7 @@ Sources: ``deepspeed/runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``, ``r
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections import OrderedDict
@@ -162,7 +163,8 @@ def document(files: RankFiles) -> Document:
     masters = joined_masters(files, tensor, roots, joining, split_of) if has_masters else None
     frozen: Mapping[str, Any] = {}
     if masters is not None and masters.stage == 3:
-        parts = [frozen_parameters(root, found, masters.world, path) for root, found in zip(roots, states, strict=True)]
+        pairs = zip(roots, states, strict=True)
+        parts = [frozen_parameters(root, found, masters.world, files) for root, found in pairs]
         for rank, root in zip(tensor, roots, strict=True):
             if root.get("frozen_param_shapes"):
                 present = {data: file for (data, model), file in models.items() if model == rank}
@@ -439,7 +441,7 @@ class Merging:
             if any([*run.ranks] != [*ranks[at]] for ranks in said if ranks for at in run.groups):
                 raise ValueError(f"group {run.groups[0]} is not on the ranks {first_names(run.ranks)}")
         place = partial(self._spread if self.first.stage == 3 else self._partitions, runs)
-        tensors = place(lambda made, index: made.masters[index])
+        tensors = place("", lambda made, index: made.masters[index])
         if tensors is None:
             raise UnreadableError(f"{self.path}: its slices of weights are not flat tensors, so it is damaged")
         return Masters(tensors, self._optimizer(place, groups), self.first.stage, self.first.world, self.first.version)
@@ -469,8 +471,10 @@ class Merging:
         except MALFORMED as error:
             raise damaged(file, f"not optimizer states of ZeRO ({type(error).__name__}: {error})") from error
 
-    def _partitions(self, runs: Sequence[_FlatRun], take: _Take) -> dict[str, TensorSpec] | None:
-        """Return the tensors of stages 1 and 2: each run is split into equal partitions. None if these are not flat."""
+    def _partitions(self, runs: Sequence[_FlatRun], prefix: str, take: _Take) -> dict[str, TensorSpec] | None:
+        """Return the tensors of stages 1 and 2: each run is split into equal partitions. None if these are not flat.
+
+        What ranks lack is noted under the names with ``prefix``."""
         states, paddings_of = self.states, self.first.paddings
         made: dict[str, TensorSpec] = {}
         for run in runs:
@@ -486,8 +490,11 @@ class Merging:
             paddings = paddings_of[group] if paddings_of else [0] * len(run.shapes)
             start = 0
             for (name, shape), padding in zip(run.shapes.items(), paddings, strict=True):
-                made[name] = whole.tensor(name, shape, start, self.path)
-                start += made[name].numel + padding
+                made[name] = spec = whole.tensor(name, shape, start, self.path)
+                if is_torn(spec):
+                    held = whole.flats[0].count(start, start + spec.numel)
+                    self.files.lacking[f"{prefix}{name}"] += (spec.numel - held) * spec.itemsize
+                start += spec.numel + padding
             self._check_length(group, start, length, len(run.ranks))
             self._note_short(
                 {run.ranks[at]: (spec.numel, min(length, start - at * length)) for at, spec in taken.items()}
@@ -509,7 +516,7 @@ class Merging:
             if there < size and fact not in self.files.damage:
                 self.files.damage.append(fact)
 
-    def _spread(self, runs: Sequence[_FlatRun], take: _Take) -> dict[str, TensorSpec] | None:
+    def _spread(self, runs: Sequence[_FlatRun], prefix: str, take: _Take) -> dict[str, TensorSpec] | None:
         """Return the tensors of stage 3: each is split into equal shares. None if the ranks' tensors are not flat."""
         made: dict[str, TensorSpec] = {}
         for run in runs:
@@ -520,6 +527,10 @@ class Merging:
                 return None
             if len(taken) < len(run.ranks):
                 made.update({name: lost(name, shape, self.path) for name, shape in run.shapes.items()})
+                itemsize = next((parts[0].itemsize for parts in taken.values()), 0)
+                absent = [at for at, rank in enumerate(run.ranks) if rank not in taken]
+                for name, shape in run.shapes.items():
+                    self.files.lacking[f"{prefix}{name}"] += itemsize * elements_of(shape, len(run.ranks), absent)
                 continue
             flats = {self.present[rank].name: Flat.joined(parts) for rank, parts in taken.items()}
             spread, start = Spread(list(flats.values())), 0
@@ -535,7 +546,7 @@ class Merging:
         return _restacked(made, self.path)
 
     def _optimizer(
-        self, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[Shapes]
+        self, place: Callable[[str, _Take], dict[str, TensorSpec] | None], groups: Sequence[Shapes]
     ) -> dict[str, Any] | None:
         """Return the optimizer's state by name; None if it is missing, or not laid out like the masters."""
         first = self.first
@@ -551,7 +562,7 @@ class Merging:
                     kept = states[number].get(field)
                     made.update({name: {**made[name], field: with_own_storage(kept)} for name in group})
                 continue
-            tensors = place(partial(_moment, numbers, field))
+            tensors = place(f"{field} of ", partial(_moment, numbers, field))
             if tensors is None:
                 return None
             for name, spec in tensors.items():
@@ -602,18 +613,28 @@ def note_masters(files: RankFiles, module: Mapping[str, Any], masters: Mapping[s
         files.remarks[Fact.of(Kind.MASTERS, dtype=half)] = None
 
 
-def frozen_parameters(root: Any, roots: Mapping[int, Any], world: int, path: str) -> dict[str, TensorSpec]:
+def frozen_parameters(root: Any, roots: Mapping[int, Any], world: int, files: RankFiles) -> dict[str, TensorSpec]:
     """Return the frozen parameters of stage 3, merged from their shares in every rank's model states."""
-    made = {}
+    made, path = {}, str(files.folder)
+    absent = [rank for rank in range(world) if rank not in roots]
     for name, size in (root.get("frozen_param_shapes") or {}).items():
         shape = sizes(size)
         parts: list[Any] = [(states.get(_FRAGMENTS) or {}).get(name) for states in roots.values()]
         if not all(map(_is_flat, parts)) or len(parts) != world:
             made[name] = lost(name, shape, path)
+            itemsize = next((part.itemsize for part in parts if isinstance(part, TensorSpec)), 0)
+            files.lacking[name] += itemsize * elements_of(shape, world, absent)
             continue
         spread = Spread([Flat.joined([part]) for part in parts])
         made[name] = spread.tensor(name, shape, 0, path)
     return made
+
+
+def elements_of(shape: Shape, world: int, ranks: Sequence[int]) -> int:
+    """Return how many elements these ranks have of a tensor that is spread evenly over ``world`` ranks."""
+    numel = math.prod(shape)
+    share = -(-numel // world)
+    return sum(min(max(numel - rank * share, 0), share) for rank in ranks)
 
 
 def lost(name: str, shape: tuple[int, ...], path: str) -> TensorSpec:

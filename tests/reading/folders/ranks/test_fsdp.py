@@ -13,9 +13,13 @@ import torch
 
 import ckptfix
 from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Kind
+from ckptfix.core.objects import Opaque
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.folders.ranks import fsdp
+from ckptfix.reading.folders.ranks.divided import divided
+from ckptfix.reading.formats import read_document
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
 from tests.cli.programs import run_here
@@ -343,6 +347,41 @@ def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
     assert "emb.weight" in got.lost
 
 
+@pytest.mark.parametrize("rank", [0, 2, 3])
+@pytest.mark.parametrize("name", ["fsdp1_sharded_w4", "fsdp2_w4"])
+def test_what_a_missing_rank_held_is_named(tmp_path: Path, name: str, rank: int) -> None:
+    """Its bytes and tensors are those of its file."""
+    folder, _ = saved(tmp_path, name)
+    document = read_document(Content.of_file(str(rank_file(folder, rank))))
+    held = [
+        spec
+        for path, leaf in fsdp._leaves(document.root, (), set())
+        if isinstance(leaf, Opaque)
+        for _, spec in divided(leaf).parts
+        if spec.numel
+    ]
+    rank_file(folder, rank).unlink()
+    with pytest.raises(UnreadableError, match=r"; emb\.weight, \S+, \S+, \S+ and \d+ more are lost: fetch") as caught:
+        ckptfix.open_checkpoint(folder)
+    lacking, nbytes = caught.value.data["damage"]
+    assert lacking["data"]["names"] == (f"model_world_size_4_rank_{rank}.pt",)
+    assert nbytes["data"]["nbytes"] == sum(spec.nbytes for spec in held)
+    assert len(nbytes["data"]["keys"]) == len(held)
+    assert list(caught.value.data["lost"]) == list(ckptfix.open_checkpoint(folder, salvage=True).lost)
+
+
+def test_a_missing_rank_of_which_others_have_copies_costs_nothing(tmp_path: Path) -> None:
+    folder, truth = saved(tmp_path, "hsdp_w4")
+    rank_file(folder, 1).unlink()
+    with pytest.raises(UnreadableError, match=r"rank_1\.pt: fetch the missing files, or take all 16 tensors") as caught:
+        ckptfix.open_checkpoint(folder)
+    assert [fact["kind"] for fact in caught.value.data["damage"]] == ["ranks-lacking"]
+    got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
+    assert {key: bytes_of(value) for key, value in got.items()} == {
+        key: bytes_of(value) for key, value in truth.get("model", truth).items()
+    }
+
+
 def _other_world(rank: int) -> dict[str, Any]:
     return {"w": dtensor(rank, torch.arange(12.0), 5)}
 
@@ -379,7 +418,11 @@ def test_a_rank_of_another_save_is_named_and_the_rest_salvaged(tmp_path: Path, o
     with pytest.raises(UnreadableError, match=said):
         ckptfix.open_checkpoint(tmp_path)
     salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
-    assert [fact.kind for fact in salvaged.damage] == [Kind.RANKS_OF_ANOTHER_SAVE, Kind.RANKS_LACKING]
+    assert [fact.kind for fact in salvaged.damage] == [
+        Kind.RANKS_OF_ANOTHER_SAVE,
+        Kind.RANKS_LACKING,
+        Kind.BYTES_LACKING,
+    ]
     (tmp_path / f"rank_{odd}.pt").unlink()
     without = ckptfix.open_checkpoint(tmp_path, salvage=True)
     assert salvaged.keys() == without.keys() == ["scale"]
@@ -395,7 +438,11 @@ def test_several_ranks_of_a_save_by_one_process_are_named_together(tmp_path: Pat
     with pytest.raises(UnreadableError, match=rf"saves: {re.escape(names)}, unlike the other 3, by the shape"):
         ckptfix.open_checkpoint(tmp_path)
     salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
-    assert [fact.kind for fact in salvaged.damage] == [Kind.RANKS_OF_ANOTHER_SAVE, Kind.RANKS_LACKING]
+    assert [fact.kind for fact in salvaged.damage] == [
+        Kind.RANKS_OF_ANOTHER_SAVE,
+        Kind.RANKS_LACKING,
+        Kind.BYTES_LACKING,
+    ]
     assert salvaged.lost.keys() == {"w"}
 
 
@@ -445,7 +492,7 @@ def test_one_rank_alone_says_what_it_is(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path, "fsdp1_mesh_w2")
     rank_file(folder, 0).unlink()
     with pytest.raises(
-        UnreadableError, match=r"lacks 1 rank of 2: model_world_size_2_rank_0\.pt: fetch the missing file"
+        UnreadableError, match=r"lacks 1 rank of 2: model_world_size_2_rank_0\.pt; .* lost: fetch the missing file"
     ):
         ckptfix.open_checkpoint(rank_file(folder, 1))
     alone = rank_file(folder, 1).rename(folder / "rank_1.pt")  # a name without the number of ranks

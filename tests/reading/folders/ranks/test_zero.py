@@ -11,9 +11,12 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Kind
+from ckptfix.core.objects import tensors_in
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.reading.boxes import row_major_bytes
+from ckptfix.reading.formats import read_document
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
 from tests.cli.programs import run_here
@@ -275,6 +278,39 @@ def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
     got = torch.load(tmp_path / "part.pth")["module"]
     assert {"emb.weight", "ln.bias"} <= got.keys() < truth.keys()
     assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "nbytes"),
+    [
+        pytest.param("zero2_w3_fp32_g1", "zero_pp_rank_1_mp_rank_00_optim_states.pt", 1200, id="stage-2"),
+        pytest.param("zero3_w3_bf16_g2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 1248, id="stage-3"),
+        pytest.param("tp2_zero2_w4_bf16", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt", 1464, id="tensor-parallel"),
+        pytest.param("moe_w4_ep2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 4632, id="experts"),
+    ],
+)
+def test_what_a_missing_rank_held_is_named(tmp_path: Path, name: str, file: str, nbytes: int) -> None:
+    folder, _ = saved(tmp_path, name)
+    held = [spec for spec in tensors_in(read_document(Content.of_file(str(folder / TAG / file))).root) if spec.shape]
+    assert sum(spec.nbytes for spec in held) == nbytes
+    (folder / TAG / file).unlink()
+    with pytest.raises(UnreadableError, match=rf"{file}; lacks {nbytes} bytes of \d+ tensors .* lost: fetch") as caught:
+        ckptfix.open_checkpoint(folder)
+    assert list(caught.value.data["lost"]) == list(ckptfix.open_checkpoint(folder, salvage=True).lost)
+
+
+def test_frozen_weights_of_a_missing_rank_are_counted(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path, "zero3_w3_bf16_g2")
+    file = folder / TAG / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    held = read_document(Content.of_file(str(file))).root["frozen_param_fragments"]
+    file.unlink()
+    with pytest.raises(UnreadableError, match=r"frozen\.bias are lost: fetch the missing files") as caught:
+        ckptfix.open_checkpoint(folder)
+    _, fact = caught.value.data["damage"]
+    assert (fact["data"]["keys"], fact["data"]["nbytes"]) == (
+        tuple(held),
+        sum(spec.nbytes for spec in held.values()),
+    )
 
 
 def test_a_missing_rank_of_stage_3_leaves_buffers(tmp_path: Path) -> None:
