@@ -135,6 +135,20 @@ def all_ranks(source: str, out: Path) -> None:
     _flush(out / "model.safetensors")
 
 
+def all_mesh_ranks(source: str, out: Path) -> None:
+    """Load all ranks into memory, concatenate the local tensors, and save, as verl's merger does."""
+    import torch
+    from safetensors.torch import save_file
+
+    files = sorted(Path(source).parent.glob("*.pt"), key=lambda file: int(file.stem.rpartition("_")[2]))
+    held = [torch.load(file, weights_only=False) for file in files]
+    made = {}
+    for name, first in held[0].items():
+        made[name] = torch.cat([rank[name]._local_tensor for rank in held], first.placements[0].dim)
+    save_file(made, out / "model.safetensors")
+    _flush(out / "model.safetensors")
+
+
 def _flush(path: Path) -> None:
     """Flush a file to disk, as ``ckptfix`` and the ``cp`` of the tables do."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -149,6 +163,7 @@ PEERS: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "peft": ("peft's merge_and_unload", peft_merge),
     "zero": ("DeepSpeed's zero_to_fp32", zero_to_fp32),
     "ranks": ("all ranks into memory, torch.cat, save_file", all_ranks),
+    "mesh": ("all ranks into memory, torch.cat, save_file", all_mesh_ranks),
     "mmap": ("torch.load(mmap) + safetensors save_file", mmap_save_file),
 }
 

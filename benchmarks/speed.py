@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 from benchmarks.measure import CKPTFIX, ROUNDS, Runs, Way, ask, fetched_ratios, measure, time_answer
@@ -25,6 +26,7 @@ from benchmarks.peers import PEERS
 from benchmarks.speed_files import (
     check_room,
     make_file,
+    make_mesh_ranks,
     make_model_and_adapter,
     make_ranks,
     make_shards,
@@ -36,6 +38,12 @@ from benchmarks.speed_zoo import zoo_of_large_files, zoo_of_small_files
 
 DTYPES = (("float32", 4, 0.6), ("bfloat16", 2, 0.4), ("float16", 2, 0.4), ("float8_e4m3fn", 1, 0.1))
 """The dtypes to scan: name, bytes, and the required share of the read bandwidth."""
+
+_MANY_RANKS: dict[str, Callable[[Path, Iterator[tuple[str, tuple[int, ...]]], int], Path]] = {
+    "ZeRO 2": lambda folder, names, world: make_ranks(folder, names, 2, world),
+    "ZeRO 3": lambda folder, names, world: make_ranks(folder, names, 3, world),
+    "FSDP 2": lambda folder, names, world: make_mesh_ranks(folder, names, 0, world),
+}
 
 KEYS = (100, 1_000, 10_000, 50_000)
 
@@ -150,8 +158,8 @@ def adapters(folder: Path, size: int) -> Iterator[Section]:
 
 
 def ranks(folder: Path, size: int) -> Iterator[Section]:
-    """Measure merging ZeRO's ranks into one file, a quarter of the size, and checking and merging many ranks with
-    many tensors. DeepSpeed is the installed one, or that of the Python in ``CKPTFIX_DEEPSPEED``."""
+    """Measure merging ranks of ZeRO and of a mesh into one file, a quarter of the size, and checking and merging many
+    ranks with many tensors. DeepSpeed is the installed one, or that of the Python in ``CKPTFIX_DEEPSPEED``."""
     out, nbytes = folder / "out", size // 4
     source = make_file(folder / "whole.safetensors", shapes(nbytes))
     deepspeed = os.environ.get("CKPTFIX_DEEPSPEED") or (sys.executable if find_spec("deepspeed") else None)
@@ -163,15 +171,21 @@ def ranks(folder: Path, size: int) -> Iterator[Section]:
             ways.append(replace(_peer("zero", rank, out, deepspeed), source=rank.parent))
         yield _compare(f"ZeRO {stage}, 4 ranks to one file", source, [_cp(source, out), *ways], 3)
         shutil.rmtree(rank.parent)
+    for title, dim in (("FSDP 2", 0), ("Tensors split along their last dimension", -1)):
+        rank = make_mesh_ranks(folder / "mesh", shapes(nbytes), dim, 4)
+        ways = [_repair("ranks → safetensors", rank.parent, out, ".safetensors", "--no-values")]
+        ways.append(replace(_peer("mesh", rank, out), source=rank.parent))
+        yield _compare(f"{title}, 4 ranks to one file", source, [_cp(source, out), *ways], 3)
+        shutil.rmtree(rank.parent)
     rows = []
-    for stage, count in ((2, 300), (3, 300), (2, 10_000), (3, 10_000)):
-        rank = make_ranks(folder / "many", many_keys(count, 64_000_000), stage, 64)
+    for (title, make), count in product(_MANY_RANKS.items(), (300, 10_000)):
+        rank = make(folder / "many", many_keys(count, 64_000_000), 64)
         check = Way("", [*CKPTFIX, "check", "--no-values", str(rank.parent)])
         merge = _repair("", rank.parent, out, ".safetensors", "--no-values")
         done = [next(iter(measure([replace(way, source=None)], 3).values())) for way in (check, merge)]
         rows.append(
             [
-                f"ZeRO {stage}",
+                title,
                 f"{count:,}",
                 *(text for one in done for text in (duration(one.median), memory(one.peak))),
             ]

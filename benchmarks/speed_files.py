@@ -157,6 +157,36 @@ def make_ranks(folder: Path, names: Iterator[tuple[str, tuple[int, ...]]], stage
     return folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
+def make_mesh_ranks(folder: Path, names: Iterator[tuple[str, tuple[int, ...]]], dim: int, world: int) -> Path:
+    """Write what ``world`` ranks save of tensors on a mesh that splits each along ``dim``: 0 as FSDP 2 does, -1 as
+    tensor parallelism does with some matrices. Return the file of the first rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())  # no rank waits for another
+    mesh = init_device_mesh("cpu", (world,))
+    parts, made = {}, OrderedDict()
+    for name, whole in make_state_dict(names, prefix="").items():
+        assert isinstance(whole, torch.Tensor)
+        axis = dim % whole.ndim
+        parts[name] = whole.chunk(world, axis)
+        made[name] = DTensor.from_local(
+            parts[name][0], mesh, [Shard(axis)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    for rank in range(world):
+        mesh._coordinate_on_dim = [rank]  # all tensors share the mesh
+        for name, tensor in made.items():
+            tensor._local_tensor = parts[name][rank].clone()
+        torch.save(made, folder / f"model_world_size_{world}_rank_{rank}.pt")
+    dist.destroy_process_group()
+    return folder / f"model_world_size_{world}_rank_0.pt"
+
+
 def warm(path: Path) -> None:
     """Read a file or all files of a folder, so that they are in the page cache for all ways."""
     files = path.parent.iterdir() if path.name.endswith(".index.json") else path.rglob("*") if path.is_dir() else [path]
