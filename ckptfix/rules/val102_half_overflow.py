@@ -4,9 +4,10 @@
 With `--dtype`, and before anything is cast: tensors with values that become infinite in that dtype (in float8_e4m3fn
 NaN, or the largest number), an error; and tensors that would lose at least half of their values to zero, a warning. All
 other floats are cast, and a note counts the values that become zero. A cast to 8 bits applies only to weight matrices:
-vectors, norms and statistics need more precision. Quantised, complex and sparse tensors and batch counters are not
-cast. For T5, transformers loads `wo` as float32 even in float16; it is cast anyway, because other programs use the file
-as it is, and the note says so.
+vectors, norms and statistics need more precision. If the weights are fp32 masters of training in half precision (a
+folder of ranks), buffers and parameters that training used in float32 keep it. Quantised, complex and sparse tensors
+and batch counters are not cast. For T5, transformers loads `wo` as float32 even in float16; it is cast anyway, because
+other programs use the file as it is, and the note says so.
 
 ## Why it matters
 The range of float16 is 3e-8 to 65504, that of float8_e4m3fn 1e-3 to 448. One infinite weight makes every output NaN,
@@ -29,6 +30,7 @@ from collections.abc import Iterator
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.quantised_layers import wanted_layers
@@ -112,14 +114,24 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _castable(context: Context, dtype: str) -> Iterator[str]:
     is_small = DTYPES[dtype].itemsize == 1
+    kept = set(_used_in_float32(context))
     layers = wanted_layers(context.checkpoint.specs, None).values()
     codes = {key for layer in layers for key in layer.parts.values()}  # after a cast they would pass for weights
     for key in context.statistics:
         spec = context.checkpoint.specs[key]
-        if key in codes:
+        if key in codes or spec.view in kept:
             continue
         is_plain = spec.storage is not None and not (spec.parts or spec.math_bits)
         is_other = DTYPES[spec.dtype].is_float and spec.dtype != dtype and spec.numel > 0
         is_weight = split_key(key)[1] != NUM_BATCHES_TRACKED  # counters have a fixed dtype: BUF103
         if is_plain and is_other and is_weight and (not is_small or is_matrix(key, spec, context.target)):
             yield key
+
+
+def _used_in_float32(context: Context) -> Iterator[object]:
+    """Yield the views of the tensors, besides masters, that training in half precision used in float32.
+
+    They are found by what they view, because keys may have been renamed."""
+    opened = context.before or context.checkpoint
+    for fact in opened.remarked(Kind.MASTERS):
+        yield from (opened.specs[key].view for key in fact.data["kept"] if key in opened.specs)

@@ -282,8 +282,10 @@ def _read_dcp(folder: Path, salvage: bool, beside: Sequence[Path] = ()) -> Docum
     if name == TORCH_DIST:
         root, copies, left_out = megatron.of_torch_dist(root, common.root)
         remarks += [Fact(Kind.RANK_LEFT_OUT, name) for name in left_out]
+        used = {**root.get("model", {}), **copies}
+        kept = tuple(key for key, spec in used.items() if isinstance(spec, TensorSpec) and spec.dtype == "float32")
         halves = sorted({copy.dtype for copy in copies.values()} - {"float32"})
-        remarks += [Fact.of(Kind.MASTERS, dtype=half) for half in halves]
+        remarks += [Fact.of(Kind.MASTERS, dtype=half, kept=kept) for half in halves]
     return replace(
         document,
         root=root,

@@ -607,10 +607,13 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
 
 
 def note_masters(files: RankFiles, module: Mapping[str, Any], masters: Mapping[str, TensorSpec]) -> None:
-    """Remark the dtypes of the weights in the model states, if they have fp32 masters. In stage 3 they are empty."""
-    halves = (module.get(name) for name, master in masters.items() if master.dtype == "float32")
-    for half in sorted({spec.dtype for spec in halves if isinstance(spec, TensorSpec)} - {"float32"}):
-        files.remarks[Fact.of(Kind.MASTERS, dtype=half)] = None
+    """Remark the dtypes of the weights in the model states, if they have fp32 masters, and the names of those that
+    training used in fp32. In stage 3, the trained ones are empty."""
+    used = {name: spec.dtype for name, spec in module.items() if isinstance(spec, TensorSpec)}
+    kept = tuple(name for name, dtype in used.items() if dtype == "float32")
+    halves = {used.get(name, "float32") for name, master in masters.items() if master.dtype == "float32"}
+    for half in sorted(halves - {"float32"}):
+        files.remarks[Fact.of(Kind.MASTERS, dtype=half, kept=kept)] = None
 
 
 def frozen_parameters(root: Any, roots: Mapping[int, Any], world: int, files: RankFiles) -> dict[str, TensorSpec]:

@@ -671,7 +671,32 @@ def test_the_report_says_which_weights_were_taken(tmp_path: Path) -> None:
     ckptfix.repair(folder, output=tmp_path / "half.pth", dtype="bfloat16")
     halves = torch.load(folder / TAG / "mp_rank_00_model_states.pt", weights_only=False)["module"]
     written = torch.load(tmp_path / "half.pth")["module"]
-    assert all(bytes_of(written[key]) == bytes_of(half) for key, half in halves.items() if half.ndim and key != "scale")
+    assert {key: value.dtype for key, value in written.items()} == {key: half.dtype for key, half in halves.items()}
+    assert all(bytes_of(written[key]) == bytes_of(half) for key, half in halves.items())
+
+
+@pytest.mark.parametrize("name", ["zero2_w2_bf16_g2", "zero3_w3_bf16_g2", "universal_zero2"])
+def test_a_cast_is_of_masters_and_not_of_what_training_used_in_fp32(tmp_path: Path, name: str) -> None:
+    """Also under other names."""
+    folder, _ = unpacked(name, tmp_path)
+    for file in folder.glob("*/*model_states.pt"):
+        _change(file, lambda states: states["module"].update(scale=torch.tensor([0.1, 0.2, 0.3])))
+    before = ckptfix.open_checkpoint(folder).state_dict()
+    ckptfix.repair(folder, output=tmp_path / "half.pth", dtype="bfloat16", rename=("scale=rope.inv_freq",))
+    written = torch.load(tmp_path / "half.pth")["module"]
+    assert bytes_of(written["rope.inv_freq"]) == bytes_of(before["scale"])
+    assert bytes_of(written["l1.weight"]) == bytes_of(before["l1.weight"].bfloat16())
+    assert written["head.weight"].data_ptr() == written["emb.weight"].data_ptr()
+    assert {value.dtype for key, value in written.items() if value.is_floating_point() and "rope" not in key} == {
+        torch.bfloat16
+    }
+
+
+def test_a_cast_of_ranks_trained_in_fp32_is_of_all_floats(tmp_path: Path) -> None:
+    folder, _ = unpacked("zero3_w2_fp32_g1", tmp_path)
+    ckptfix.repair(folder, output=tmp_path / "half.pth", dtype="bfloat16")
+    written = torch.load(tmp_path / "half.pth")["module"]
+    assert {value.dtype for value in written.values()} == {torch.bfloat16, torch.int64}
 
 
 @pytest.mark.parametrize("name", ["zero2_w2_bf16_g2", "zero2_w3_fp32_g1", "moe_w4_ep2", "tp2_zero2_w4_bf16"])
