@@ -113,7 +113,7 @@ def handle_signals() -> None:
             signal.signal(number, stop)
 
 
-class Failure(Struct, frozen=True):
+class ShownError(Struct, frozen=True):
     """An error that was shown: its message, whether the file is built to run code, and the data of an
     ``UnreadableError``."""
 
@@ -130,7 +130,7 @@ class Console(Struct):
 
     quiet: bool = False
     verbose: bool = False
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[ShownError] = field(default_factory=list)
     is_fatal: bool = False
     _shows_progress: bool = False
     _begun: float = field(default_factory=time.monotonic)
@@ -247,7 +247,7 @@ class Console(Struct):
         self._fail(f"{error.format_message().rstrip('.')}{hint}")
 
     def _fail(self, message: str, runs_code: bool = False, data: Mapping[str, Any] | None = None) -> None:
-        self.failures.append(Failure(message, runs_code, data))
+        self.failures.append(ShownError(message, runs_code, data))
         _write_error([("ckptfix: ", Span("error: ", "error"), message)])
 
 
