@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ckptfix.core.finding import counted
-from ckptfix.core.wording import LISTED, first_names
+from ckptfix.core.wording import LISTED, first_names, shell_join
 
 
 class _Template(Formatter):
@@ -246,6 +246,7 @@ class Kind(Enum):
     RANK_REPEATED = ("rank-repeated", "holds the same values as {other}")
     RANK_RENAMED = ("rank-renamed", "was saved as {other}, but comes after {before}")
     RANK_FOREIGN = ("rank-foreign", "was saved with a different {names:names} than most ranks")
+    COMPLETE_COPY = ("complete-copy", "{place} has all weights in {dtype}")
     MASTERS = ("masters", "the weights are the fp32 masters of training in {dtype}")
     PACKED_MEMBERS = ("packed-members", "{members:member} of the archive")
     FLATTENED = ("flattened", "the weights are flattened: the files have their names but not their shapes")
@@ -326,6 +327,12 @@ def fact_to_json(fact: Fact) -> dict[str, Any]:
     """Return a fact as data, with its words as ``text``."""
     data = {name: fact_to_json(value) if isinstance(value, Fact) else value for name, value in fact.data.items()}
     return {"kind": fact.kind.value, "place": fact.place, "text": clause(fact), "data": data}
+
+
+def in_copy(fact: Fact) -> str:
+    """Return in words how to get the weights of a ``COMPLETE_COPY``."""
+    command = shell_join(["ckptfix", "repair", fact.place, "-o", "model.pth"])
+    return f"take all weights in {fact.data['dtype']}, without the fp32 masters and the optimizer: {command}"
 
 
 def first_facts(facts: list[Fact], rest: Kind, most: int = 3) -> list[Fact]:

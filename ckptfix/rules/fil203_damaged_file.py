@@ -16,6 +16,9 @@ Safe: the file is written without the damage, and every tensor that is kept is b
 stay lost, with exit code 1, unless `--fill FILE` supplies them from another checkpoint with the same key and shape
 (with `--model` or `--like`, FIT101 does that).
 
+If a tensor of the optimizer is lost, the optimizer is left out, and an error says so. If the model states of ZeRO 1 or
+2 have all weights in the training's dtype, the finding has the command that takes them.
+
 Three kinds of doubt stay a warning:
 
 - A file may have lost or gained bytes before its end. If its values show where, the rest is read from the right place.
@@ -40,7 +43,7 @@ from string import ascii_letters
 from ckptfix.core.buffers import RUNNING_STATISTICS
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
-from ckptfix.core.facts import ABSENT, BESIDE, Fact, Kind, clause, clauses, fact_to_json
+from ckptfix.core.facts import ABSENT, BESIDE, Fact, Kind, clause, clauses, fact_to_json, in_copy
 from ckptfix.core.finding import FILE, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.names import template
@@ -61,6 +64,12 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(Level.WARNING, f"the file {cause}", evidence=evidence, fix=Fix.safe((Rewrite(cause),)))
     for level, message, advice, keys in (*_doubts(checkpoint, damage), *_of_files(checkpoint, has_target)):
         yield rule.finding(level, message, keys, remedies=advise(advice) if advice else ())
+    if beside := [clause(fact) for fact in damage if _is_beside(fact, checkpoint)]:
+        yield rule.finding(
+            Level.ERROR,
+            f"data other than weights is lost: the file {'; '.join(beside)}",
+            remedies=advise("fetch the missing files; without them, training starts with a new optimizer"),
+        )
     fills = {key: fill for key, spec in checkpoint.lost.items() if (fill := donor_fill(key, spec, context))}
     if fills:
         yield rule.finding(
@@ -80,9 +89,17 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in left.items()}},
             remedies=(
                 *advise(f"fetch {again}"),
+                *(Remedy.of(in_copy(fact)) for fact in checkpoint.remarked(Kind.COMPLETE_COPY)),
                 Remedy.of("completes it from another checkpoint", salvage=True, fill=FILE),
             ),
         )
+
+
+def _is_beside(fact: Fact, checkpoint: Checkpoint) -> bool:
+    """Return whether damage has cost data besides the weights: a part of the container, or of a checkpoint of several
+    files of which no weight is lost."""
+    is_of_files = fact.kind in (Kind.SHARDS_MISSING, Kind.SHARD_UNREADABLE)
+    return fact.kind is Kind.EXTRAS_LOST or (is_of_files and not checkpoint.lost)
 
 
 def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Defect]:

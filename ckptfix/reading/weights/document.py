@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import ContainerPath
-from ckptfix.core.facts import ABSENT, Fact, Kind, clauses, fact_to_json
+from ckptfix.core.facts import ABSENT, Fact, Kind, clauses, fact_to_json, in_copy
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
@@ -63,14 +63,16 @@ def split_entries(
             "damage": [fact_to_json(fact) for fact in document.damage],
             "lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in lost.items()},
         }
+        copies = "".join(f", or {in_copy(fact)}" for fact in document.remarks if fact.kind is Kind.COMPLETE_COPY)
         if not tensors:
-            raise UnreadableError(f"{document.path}: {causes}: no tensor in it is complete; fetch {again}", data=data)
+            what = f"{document.path}: {causes}: no tensor in it is complete; fetch {again}{copies}"
+            raise UnreadableError(what, data=data)
         back = f"all {counted(tensors, 'tensor')}"
         if lost:
             back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
             causes = f"{causes}; {first_names(list(lost))} {'is' if len(lost) == 1 else 'are'} lost"
         what = f"{document.path}: {causes}: fetch {again}, or take {back} with "
-        raise UnreadableError(what, Opt("salvage", True), data=data)
+        raise UnreadableError(what, Opt("salvage", True), copies, data=data)
     return whole, lost
 
 

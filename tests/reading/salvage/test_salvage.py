@@ -268,7 +268,9 @@ def test_a_lost_part_next_to_the_weights_is_left_out_and_said(tmp_path: Path) ->
     assert not checkpoint.lost
     assert Fact(Kind.EXTRAS_LOST, "optimizer") in checkpoint.damage
     repaired = ckptfix.repair(tmp_path / "cut.pth", output=tmp_path / "out.pth", salvage=True, values=False)
-    assert repaired.report.exit_code == 0
+    (left,) = repaired.report.left
+    assert left.message == "data other than weights is lost: the file has lost tensors in optimizer, which is left out"
+    assert repaired.report.exit_code == 1
     assert torch.load(tmp_path / "out.pth").keys() == {"state_dict", "epoch"}
 
 

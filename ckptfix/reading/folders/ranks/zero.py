@@ -34,7 +34,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
 from ckptfix.bytes.sources import is_torn
-from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.facts import Fact, Kind, clauses, in_copy
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.parts import Shape, Shapes
@@ -160,7 +160,15 @@ def document(files: RankFiles) -> Document:
     joining, split_of = Joining(path), splits_of_ranks(roots[0], megatron.RULES, roots[0]["module"])
     neox, modules = Neox(files.folder), [root["module"] for root in roots]
     has_masters = bool(optim) and not neox.is_summed(modules)
-    masters = joined_masters(files, tensor, roots, joining, split_of) if has_masters else None
+    complete = complete_copy(roots[0], models) if has_masters and len(tensor) == 1 and not experts else None
+    try:
+        masters = joined_masters(files, tensor, roots, joining, split_of) if has_masters else None
+    except UnreadableError as error:
+        if complete is None or not files.damage:
+            raise
+        raise UnreadableError(f"{error}, or {in_copy(complete)}", data=error.data) from error
+    if complete is not None and files.damage:
+        files.remarks[complete] = None
     frozen: Mapping[str, Any] = {}
     if masters is not None and masters.stage == 3:
         pairs = zip(roots, states, strict=True)
@@ -189,6 +197,19 @@ def document(files: RankFiles) -> Document:
     ranks = f", {counted(masters.world, 'rank')}" if masters else ""
     producer = made_by + ranks + (f", TP {len(tensor)}" if len(tensor) > 1 else "")
     return files.document(NAME, merged, producer, copies_of(masters, root["module"], path) if masters else {})
+
+
+def complete_copy(root: Any, models: Mapping[tuple[int, ...], Path]) -> Fact | None:
+    """Return the file with the model states if it has every weight in the training's dtype, as in stages 1 and 2; None
+    if any is empty or incomplete."""
+    file, module = models.get((0, 0)), root["module"]
+    names = [str(name) for group in root.get("param_shapes") or () for name in group]
+    held = [entry for entry in map(module.get, names) if isinstance(entry, TensorSpec)]
+    is_whole = bool(names) and len(held) == len(names) and not any(map(is_torn, tensors_in(module)))
+    shapes = [sizes(shape) for group in root.get("param_shapes") or () for shape in group.values()]
+    if file is None or not is_whole or [spec.shape for spec in held] != shapes or folder_of(file) is not None:
+        return None
+    return Fact.of(Kind.COMPLETE_COPY, str(file), dtype=held[0].dtype)
 
 
 def container(files: RankFiles, root: Any, weights: Any, optimizer: Any, has_optimizer: bool) -> dict[str, Any]:

@@ -83,6 +83,10 @@ def test_a_missing_moment_is_damage(tmp_path: Path, field: str) -> None:
     with pytest.raises(UnreadableError, match=rf"lacks the shard ln\.weight/{field}\.pt"):
         ckptfix.open_checkpoint(folder)
     assert "ln.weight" in ckptfix.open_checkpoint(folder, salvage=True).specs
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth", salvage=True).report
+    (left,) = report.left
+    assert (left.code, report.exit_code) == ("FIL203", 1)
+    assert f"data other than weights is lost: the file lacks the shard ln.weight/{field}.pt" in left.message
 
 
 def test_parameters_with_one_moment_or_none_are_whole(tmp_path: Path) -> None:

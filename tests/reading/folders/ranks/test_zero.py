@@ -692,6 +692,48 @@ def test_a_cast_is_of_masters_and_not_of_what_training_used_in_fp32(tmp_path: Pa
     }
 
 
+def _remove(file: Path) -> None:
+    file.unlink()
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:2000])
+
+
+@pytest.mark.parametrize(
+    ("lose", "ranks"), [(_remove, (1,)), (_remove, (0,)), (_cut, (1,)), (_cut, (0,)), (_cut, (0, 1))]
+)
+def test_weights_that_the_model_states_have_are_offered_if_a_rank_is_lost(
+    tmp_path: Path, lose: Callable[[Path], None], ranks: tuple[int, ...]
+) -> None:
+    folder, _ = saved(tmp_path, "zero2_w2_bf16_g2")
+    for rank in ranks:
+        lose(folder / TAG / f"bf16_{_optim(rank)}")
+    states = folder / TAG / "mp_rank_00_model_states.pt"
+    command = f"take all weights in bfloat16, without the fp32 masters and the optimizer: ckptfix repair {states} -o "
+    with pytest.raises(UnreadableError) as caught:
+        ckptfix.open_checkpoint(folder)
+    assert command in str(caught.value)
+    ckptfix.repair(states, output=tmp_path / "model.pth")
+    written = torch.load(tmp_path / "model.pth")["module"]
+    halves = torch.load(states, weights_only=False)["module"]
+    assert all(bytes_of(written[key]) == bytes_of(half) for key, half in halves.items())
+    if ranks == (1,):
+        report = ckptfix.check(folder, salvage=True)
+        assert any(command in remedy.text for finding in report.left for remedy in finding.remedies)
+
+
+@pytest.mark.parametrize("name", ["zero3_w3_bf16_g2", "zero2_w2_bf16_g2"])
+def test_model_states_without_all_weights_are_not_offered(tmp_path: Path, name: str) -> None:
+    folder, _ = saved(tmp_path, name)
+    (folder / TAG / f"bf16_{_optim(1)}").unlink()
+    for file in (folder / TAG).glob("mp_rank*"):
+        _change(file, lambda states: states["module"].pop("l1.weight"))
+    with pytest.raises(UnreadableError) as caught:
+        ckptfix.open_checkpoint(folder)
+    assert "take all weights in" not in str(caught.value)
+
+
 def test_a_cast_of_ranks_trained_in_fp32_is_of_all_floats(tmp_path: Path) -> None:
     folder, _ = unpacked("zero3_w2_fp32_g1", tmp_path)
     ckptfix.repair(folder, output=tmp_path / "half.pth", dtype="bfloat16")
