@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import ContainerPath
-from ckptfix.core.facts import ABSENT, Fact, Kind, clauses, fact_to_json, in_copy
+from ckptfix.core.facts import ABSENT, Fact, Kind, clause, clauses, fact_to_json, in_copy
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
@@ -67,8 +67,12 @@ def split_entries(
         if not tensors:
             what = f"{document.path}: {causes}: no tensor in it is complete; fetch {again}{copies}"
             raise UnreadableError(what, data=data)
+        unnamed = [clause(remark) for remark in document.remarks if remark.kind is Kind.UNNAMED_LOSS]
         back = f"all {counted(tensors, 'tensor')}"
-        if lost:
+        if unnamed:
+            causes = f"{causes}; tensors with unknown names are lost: those of {'; '.join(unnamed)}"
+            back = f"the {counted(tensors, 'tensor')} of the others"
+        if lost and not unnamed:
             back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
             causes = f"{causes}; {first_names(list(lost))} {'is' if len(lost) == 1 else 'are'} lost"
         what = f"{document.path}: {causes}: fetch {again}, or take {back} with "

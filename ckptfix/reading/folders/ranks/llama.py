@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.limits import Bounds
-from ckptfix.core.facts import clauses
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
@@ -52,29 +52,32 @@ def find(folder: Path) -> Path | None:
 
 def document(files: RankFiles) -> Document:
     """Return the document of a folder of Meta's Llama."""
-    folder, salvage = files.folder, files.salvage
+    folder = files.folder
     ranks = {rank: file for (rank,), file in by_rank(folder, LLAMA_SHARD).items()}
     states = {rank: root for rank, file in ranks.items() if (root := files.root(file)) is not None}
     params = _params(folder)
     degree = max((_ranks_of(state, params) for state in states.values()), default=1)
     world = max(max(ranks) + 1, degree)
     files.note_missing(world, ranks, "consolidated.{:02d}.pth")
-    if files.damage and not (salvage and states):
-        raise UnreadableError(f"{folder}: {clauses(files.damage)}; every rank has a part of every weight: fetch it")
+    if not states:
+        raise damaged(folder, f"{clauses(files.damage)}; no rank can be read")
     if not all(isinstance(state, dict) for state in states.values()):
         raise UnreadableError(f"{folder}: its files hold no state_dict; fetch them again")
     files.note_repeated({ranks[rank].name: state for rank, state in states.items()})
     is_apart = sum(map(len, states.values())) == len(set().union(*states.values()))
     if len(states) > 1 and degree == 1 and is_apart:  # files of whole tensors
         weights = OrderedDict(entry for state in states.values() for entry in state.items())
-        if not files.damage:
+        if files.damage:
+            files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost="the missing files")] = None
+        else:
             _check_layers(folder, weights, params)
         return files.document(NAME, weights, f"Mistral, {counted(len(states), 'file')}")
     files.note_renamed()
     missing = emptied(next(iter(states.values())), str(folder))
     states = {rank: states.get(rank, missing) for rank in range(world)}
-    joining = Joining(str(folder))
+    joining = Joining(str(folder), [ranks[rank].name if rank in ranks else "" for rank in range(world)])
     weights = OrderedDict(joining.join(list(states.values()), partial(_split, params)))
+    files.lacking.update(joining.lacking)
     note_copies(files.remarks, joining.differing, may_drift=False)  # norms are equal in all of Meta's files
     return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
 

@@ -11,7 +11,7 @@ Sources: Megatron-LM, ``megatron/training/checkpointing.py``, ``tools/checkpoint
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
 from operator import mul
@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.files import small_text
 from ckptfix.bytes.limits import shown
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
@@ -36,6 +37,7 @@ from ckptfix.reading.folders.ranks import mixers
 from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, note_copies, sums_of, tagged
 from ckptfix.reading.folders.ranks.names import LATEST_MEGATRON, MEGATRON_RANK, NEMO, iteration_name
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, SplitRule, emptied, find_rule, rules
+from ckptfix.reading.folders.ranks.stages import StagePlace, stage_offsets
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
 
@@ -127,13 +129,12 @@ class _Joined:
         self.joining = Joining(self.path)
 
     def document(self) -> Document:
-        """Return the merged document. Raises ``UnreadableError`` if a rank is missing or of another save."""
-        found = _rank_files(self.files.folder)
-        roots = {numbers: self.files.root(file) for numbers, file in found.items()}
-        if self.files.salvage:
-            roots = {numbers: root for numbers, root in roots.items() if root is not None}
-        if self.files.damage and not self.files.salvage:
-            raise damaged(self.path, clauses(self.files.damage))
+        """Return the merged document; tensors of missing ranks are torn.
+
+        Raises ``UnreadableError`` if a rank is of another save."""
+        found = self._of_one_form(_rank_files(self.files.folder))
+        read = {numbers: self.files.root(file) for numbers, file in found.items()}
+        roots = {numbers: root for numbers, root in read.items() if root is not None}
         names = {numbers: file.parent.name for numbers, file in found.items()}
         odd = [names[numbers] for numbers, root in roots.items() if not isinstance(root, dict)]
         if odd:
@@ -166,9 +167,16 @@ class _Joined:
         # Before ranks are called missing: with such experts, Megatron writes only some of them.
         if args.get("expert_tensor_parallel_size", grid[0]) != grid[0] and _has_experts(first):
             raise UnreadableError(f"{self.path}: experts split differently from the other layers are not merged")
-        self._check_complete(by_place, grid, partial(_folder_name, found[min(found)].parent.name, sizes))
-        self._note_order({_place(numbers, sizes): found[numbers] for numbers in found}, by_place)
-        weights = self._weights(by_place, grid, first)
+        files_by_place = {_place(numbers, sizes): file for numbers, file in found.items()}
+        named = partial(_folder_name, found[min(found)].parent.name, sizes)
+        self._note_missing(files_by_place, grid, named)
+        self._note_order(files_by_place, by_place)
+        try:
+            weights = self._weights(by_place, grid, first, named)
+        except UnreadableError as error:
+            if self.files.damage:
+                raise damaged(self.path, clauses(self.files.damage)) from error
+            raise
         if not args.get("untie_embeddings_and_output_weights", True):
             self._tie(weights)
         self._check_vocabulary(weights, args)
@@ -183,28 +191,37 @@ class _Joined:
         kinds = ", ".join(f"{kind} {size}" for kind, size in zip(("TP", "PP", "EP"), grid, strict=True) if size > 1)
         return self.files.document(NAME, root, f"Megatron, {kinds}")
 
-    def _check_complete(
+    def _of_one_form(self, found: Mapping[tuple[int, ...], Path]) -> dict[tuple[int, ...], Path]:
+        """Return the ranks of one save, in whose folder names there are equally many numbers: those of the file that
+        was named, or else most. Others are left over from a save with fewer kinds of parallelism.
+
+        Raises ``UnreadableError`` if there are as many of them."""
+        lengths = Counter(map(len, found))
+        named = next((numbers for numbers, file in found.items() if file == self.files.named), None)
+        (length, count), *rest = lengths.most_common()
+        if named is None and any(other == count for _, other in rest):
+            of_length = {len(numbers): file.parent.name for numbers, file in found.items()}
+            names = first_names([*of_length.values()])
+            raise UnreadableError(f"{self.path}: has ranks of {len(lengths)} saves ({names}); keep only those of one")
+        length = len(named or ()) or length
+        strays = [file.parent.name for numbers, file in found.items() if len(numbers) != length]
+        self.files.remarks.update({Fact(Kind.STRAY_FILE, name): None for name in strays})
+        return {numbers: file for numbers, file in found.items() if len(numbers) == length}
+
+    def _note_missing(
         self,
-        roots: Mapping[tuple[int, int, int], Any],
+        files: Mapping[tuple[int, int, int], Path],
         grid: tuple[int, int, int],
         named: Callable[[tuple[int, int, int]], str],
     ) -> None:
-        """Raise ``UnreadableError`` with the names of missing ranks. With ``salvage``, record them as damage instead if
-        every stage has a rank: without one, the number of its layers is unknown."""
+        """Record missing ranks as damage. Raises ``UnreadableError`` if there are more than there should be."""
         wanted = math.prod(grid)
-        missing = [*islice((place for place in _places(grid) if place not in roots), 4)]
-        if not missing and len(roots) == wanted:
-            return
-        names = [named(place) for place in missing]
-        lines = product(range(grid[1]), range(grid[2]))
-        if self.files.salvage and missing and all(any(place[1:] == line for place in roots) for line in lines):
-            fact = Fact.of(Kind.RANKS_LACKING, absent=wanted - len(roots), ranks=wanted, names=tuple(names))
+        names = [*islice((named(place) for place in _places(grid) if place not in files), 4)]
+        if len(files) > wanted or (not names and len(files) < wanted):
+            raise UnreadableError(f"{self.path}: has {len(files)} of {counted(wanted, 'rank')}; keep those of one save")
+        if names:
+            fact = Fact.of(Kind.RANKS_LACKING, absent=wanted - len(files), ranks=wanted, names=tuple(names))
             self.files.damage.append(fact)
-            return
-        raise UnreadableError(
-            f"{self.path}: has {len(roots)} of {counted(wanted, 'rank')} (missing: {', '.join(names) or 'too many'});"
-            " fetch them"
-        )
 
     def _note_order(
         self, files: Mapping[tuple[int, int, int], Path], roots: Mapping[tuple[int, int, int], Any]
@@ -235,7 +252,11 @@ class _Joined:
         return tensor, pipeline, expert
 
     def _weights(
-        self, roots: Mapping[tuple[int, int, int], Any], grid: tuple[int, int, int], first: Any
+        self,
+        roots: Mapping[tuple[int, int, int], Any],
+        grid: tuple[int, int, int],
+        first: Any,
+        named: Callable[[tuple[int, int, int]], str],
     ) -> OrderedDict[tuple[str, ...], Any]:
         """Return the entries of the whole model by their paths, with layers and experts renumbered."""
         tensor, pipeline, expert = grid
@@ -245,40 +266,68 @@ class _Joined:
         numbers = {
             key: int(match[1] or 0) for key in first if isinstance(key, str) and (match := _CHUNK.fullmatch(key))
         }
+        chunks = sorted(numbers, key=numbers.__getitem__) or ["model"]
+        held = {
+            (chunk, stage): [_flat(root.get(chunk)) for place, root in sorted(roots.items()) if place[1] == stage]
+            for chunk, stage in product(chunks, range(pipeline))
+        }
+        counts = {at: _layer_counts(states) for at, states in held.items()}
+        offsets = stage_offsets(counts, {at for at, states in held.items() if states}, _arguments(first))
         weights: OrderedDict[tuple[str, ...], Any] = OrderedDict()
-        begin: dict[str, int] = {}
-        for chunk in sorted(numbers, key=numbers.__getitem__) or ["model"]:
-            for stage in range(pipeline):
-                layers: dict[str, int] = {}
-                experts = 0
-                for place in range(expert):
-                    held = [roots.get((rank, stage, place)) for rank in range(tensor)]
-                    known = next(_flat(root.get(chunk)) for root in held if root is not None)
-                    missing = emptied(known, self.path) if None in held else {}
-                    states = [missing if root is None else _flat(root.get(chunk)) for root in held]
-                    if version < 2:
-                        states = [self._ordered_qkv(state, version, heads, tensor) for state in states]
-                    for path, entry in self._joined(states):
-                        key = _renumbered(path, begin, layers, place * experts)
-                        if key not in weights:
-                            weights[key] = entry
-                        elif isinstance(entry, TensorSpec) and not agree([weights[key], entry], self.path):
-                            name = ".".join(key)
-                            if place and ".experts." in name:
-                                raise UnreadableError(
-                                    f"{self.path}: its ranks have their own experts in {name}, which are not merged"
-                                )
-                            self.joining.differing[name] = None
-                    experts = experts or _experts(states[0])
-                for prefix, count in layers.items():
-                    begin[prefix] = begin.get(prefix, 0) + count
-        wanted = _arguments(first).get("num_layers")
-        if begin and type(wanted) is int and max(begin.values()) < wanted:
-            raise UnreadableError(
-                f"{self.path}: has {max(begin.values())} of {wanted} layers; its ranks split the model differently, "
-                "or are from different saves"
-            )
+        lacking: dict[tuple[str, ...], int] = {}
+        for (chunk, stage), own in held.items():
+            begin = offsets[chunk, stage]
+            for place in range(expert) if own else ():
+                line = [roots.get((rank, stage, place)) for rank in range(tensor)]
+                self.joining.names = [named((rank, stage, place)) for rank in range(tensor)]
+                known = next((_flat(root.get(chunk)) for root in line if root is not None), own[0])
+                missing = emptied(known, self.path) if None in line else {}
+                states = [missing if root is None else _flat(root.get(chunk)) for root in line]
+                if version < 2:
+                    states = [self._ordered_qkv(state, version, heads, tensor) for state in states]
+                for path, entry in self._joined(states):
+                    lost = self.joining.lacking.pop(".".join(path), 0)
+                    if begin is None and _layer_counts([[path]]):
+                        continue  # its number is unknown
+                    key = _renumbered(path, begin or {}, {}, place * _experts(own[0]))
+                    if key not in weights or (is_torn(weights[key]) and not is_torn(entry)):
+                        weights[key], lacking[key] = entry, lost
+                    elif isinstance(entry, TensorSpec) and not agree([weights[key], entry], self.path):
+                        name = ".".join(key)
+                        if place and ".experts." in name:
+                            raise UnreadableError(
+                                f"{self.path}: its ranks have their own experts in {name}, which are not merged"
+                            )
+                        self.joining.differing[name] = None
+        self.files.lacking.update({".".join(key): lost for key, lost in lacking.items()})
+        self._check_layers(held, offsets, _arguments(first).get("num_layers"))
         return weights
+
+    def _check_layers(
+        self,
+        held: Mapping[StagePlace, Sequence[Any]],
+        offsets: Mapping[StagePlace, Mapping[str, int] | None],
+        wanted: Any,
+    ) -> None:
+        """Remark tensors that are lost with a stage of the pipeline, whose names are unknown.
+
+        Raises ``UnreadableError`` if the stages have fewer layers than the arguments say."""
+        if absent := sorted({stage for (_, stage), states in held.items() if not states}):
+            lost = f"{'stage' if len(absent) == 1 else 'stages'} {first_names(absent)} of the pipeline"
+            unplaced = {stage for (_, stage), begin in offsets.items() if begin is None and stage not in absent}
+            later = (
+                f", and the layers of {first_names(sorted(unplaced))}, whose numbers are unknown" if unplaced else ""
+            )
+            self.files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost=lost + later)] = None
+            return
+        last = [*held][-1]
+        count = max(((offsets[last] or {}).get(p, 0) + n for p, n in _layer_counts(held[last]).items()), default=0)
+        count = max(count, *(offsets[last] or {"": 0}).values(), 0)
+        if count and type(wanted) is int and count < wanted:
+            raise UnreadableError(
+                f"{self.path}: has {count} of {wanted} layers; its ranks split the model differently, or are from "
+                "different saves"
+            )
 
     def _joined(self, states: Sequence[Mapping[tuple[str, ...], Any]]) -> Iterator[tuple[tuple[str, ...], Any]]:
         named = [{".".join(path): entry for path, entry in state.items()} for state in states]
@@ -323,6 +372,8 @@ class _Joined:
             if source is None or not name.endswith(("output_layer.weight", "word_embeddings_for_head.weight")):
                 continue
             pair = [weights[source], weights[path]]
+            if is_torn(pair[0]) and not is_torn(pair[1]) and pair[0].shape == pair[1].shape:
+                weights[source] = weights[path]  # the rank with the first copy is missing
             sums = [sums_of([spec]) for spec in pair]  # so that parts with the same split need not be read
             if (sums[0] and sums[0] == sums[1]) or agree(pair, self.path):
                 del weights[path]
@@ -553,6 +604,15 @@ def _renumbered(
                 name = f"{name[: match.start(2)]}{begin.get(prefix, 0) + number}{name[match.end(2) :]}"
         made.append(name)
     return tuple(made)
+
+
+def _layer_counts(states: Iterable[Iterable[tuple[str, ...]]]) -> dict[str, int]:
+    """Return the number of layers in the states of a stage by the prefix of their names."""
+    counts: dict[str, int] = {}
+    for state in states:
+        for path in state:
+            _renumbered(path, {}, counts, 0)
+    return counts
 
 
 def _experts(state: Mapping[tuple[str, ...], Any]) -> int:

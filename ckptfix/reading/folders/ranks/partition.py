@@ -135,16 +135,30 @@ def emptied(state: Mapping[_Key, Any], path: str) -> dict[_Key, Any]:
     }
 
 
+def _lost_bytes(parts: Sequence[TensorSpec], split: Split) -> int:
+    """Return the size of the parts of which no rank has an intact copy."""
+    if split.places:
+        placed = [(whole, part) for part, places in zip(parts, split.places, strict=True) for whole, _ in places]
+        lost = {whole for whole, _ in placed} - {whole for whole, part in placed if not is_torn(part)}
+        return sum(map(numel, lost)) * parts[0].itemsize
+    holders = len(parts) if split.axis is None else split.holders
+    groups = (parts[first : first + holders] for first in range(0, len(parts), holders))
+    return sum(same[0].nbytes for same in groups if all(map(is_torn, same)))
+
+
 def _stretch(shape: tuple[int, ...], axis: int, start: int, length: int) -> Box:
     """Return the box of ``length`` elements of an axis from ``start`` on."""
     return (*full(shape[:axis]), (start, start + length), *full(shape[axis + 1 :]))
 
 
 class Joining(Struct):
-    """A join of state_dicts of ranks, with the keys whose copies differ."""
+    """A join of state_dicts of ranks, with the keys whose copies differ, and the bytes of each tensor that no rank
+    has. ``names`` are the names of the ranks for messages."""
 
     path: str
+    names: Sequence[str] = ()
     differing: dict[str, None] = field(default_factory=dict)
+    lacking: dict[str, int] = field(default_factory=dict)
 
     def whole(self, states: Sequence[Mapping[str, Any]], split_of: SplitOf) -> Mapping[str, Any]:
         """Return the entries of the whole. The state_dict of a single rank is returned as it is, with ``_metadata``."""
@@ -163,8 +177,11 @@ class Joining(Struct):
                 yield key, next((entry for entry in entries if entry is not None), None)
                 continue
             if len(parts) < len(states):
+                without = [rank for rank, entry in enumerate(entries) if not isinstance(entry, TensorSpec)]
+                names = [self.names[rank] if self.names else f"rank {rank}" for rank in without]
                 raise UnreadableError(
-                    f"{self.path}: {len(parts)} of {len(states)} ranks hold {key}; its files are from different saves"
+                    f"{self.path}: {len(parts)} of {len(states)} ranks hold {key}, and not {first_names(names)}: its"
+                    " files are from different saves; put those of one save together"
                 )
             views = tuple(part.view for part in parts)
             if views in made:
@@ -176,6 +193,8 @@ class Joining(Struct):
                 yield key, made[views]
                 continue
             made[views] = joined(key, parts, split or WHOLE, self.path)
+            if is_torn(made[views]):
+                self.lacking[key] = _lost_bytes(parts, split or WHOLE)
             holders = split.holders if split is not None else 1
             same = [parts[first : first + holders] for first in range(0, len(parts), holders) if holders > 1]
             if not all(agree(copies, self.path) for copies in same):

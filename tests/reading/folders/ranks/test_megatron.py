@@ -95,19 +95,25 @@ def divided(key: str, value: torch.Tensor, rank: int, ranks: int, gated: bool) -
 
 
 def write_megatron(
-    folder: Path, tensor: int = 1, pipeline: int = 1, virtual: int = 1, gated: bool = True, tied: bool = False
+    folder: Path,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual: int = 1,
+    gated: bool = True,
+    tied: bool = False,
+    layers: int = LAYERS,
 ) -> dict[str, torch.Tensor]:
     """Write a GPT as Megatron does: layers in stages, and in each stage in chunks, numbered from 0 in each."""
-    layers = [layer(gated) for _ in range(LAYERS)]
+    stack = [layer(gated) for _ in range(layers)]
     embedding, norm = torch.randn(VOCABULARY, HIDDEN), torch.randn(HIDDEN)
     head = embedding if tied else torch.randn(VOCABULARY, HIDDEN)
     whole = {"embedding.word_embeddings.weight": embedding}
-    for number, entries in enumerate(layers):
+    for number, entries in enumerate(stack):
         whole |= {f"decoder.layers.{number}.{key}": value for key, value in entries.items()}
     whole |= {"decoder.final_layernorm.weight": norm, "output_layer.weight": head}
     names = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
     args = Namespace(**names, untie_embeddings_and_output_weights=not tied, padded_vocab_size=VOCABULARY)
-    each = LAYERS // pipeline // virtual
+    each = layers // pipeline // virtual
     for rank in range(tensor):
         for stage in range(pipeline):
             root: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7, "optimizer": {"a": 1}}
@@ -115,7 +121,7 @@ def write_megatron(
                 begin = chunk * each * pipeline + stage * each
                 state = OrderedDict()
                 for number in range(each):
-                    for key, value in layers[begin + number].items():
+                    for key, value in stack[begin + number].items():
                         state[f"decoder.layers.{number}.{key}"] = divided(key, value, rank, tensor, gated)
                 if stage == chunk == 0:
                     state["embedding.word_embeddings.weight"] = embedding.chunk(tensor)[rank].clone()
@@ -272,7 +278,7 @@ def test_norms_that_drifted_are_those_of_the_first_and_named(tmp_path: Path) -> 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     write_megatron(tmp_path, 2, 2)
     (tmp_path / "iter_0000007" / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
-    with pytest.raises(UnreadableError, match=r"has 3 of 4 ranks \(missing: mp_rank_01_001\)"):
+    with pytest.raises(UnreadableError, match=r"lacks 1 rank of 4: mp_rank_01_001; .* with salvage=True"):
         ckptfix.open_checkpoint(tmp_path)
 
 
@@ -376,18 +382,86 @@ def test_what_all_ranks_have_is_salvaged_without_one(tmp_path: Path, change: str
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:600])
-    with pytest.raises(UnreadableError, match=r"has 3 of 4 ranks \(missing: mp_rank_01_000\)|cut short"):
+    said = r"lacks 1 rank of 4: mp_rank_01_000|mp_rank_01_000/model_optim_rng\.pt: .* cut short"
+    with pytest.raises(
+        UnreadableError, match=rf"({said}).*; lacks \d+ bytes of 11 tensors .* with salvage=True"
+    ) as caught:
         ckptfix.open_checkpoint(tmp_path)
+    (fact,) = [fact["data"] for fact in caught.value.data["damage"] if fact["kind"] == "bytes-lacking"]
+    assert fact["nbytes"] == sum(whole[key].nbytes for key in fact["keys"]) // 2
     got = ckptfix.open_checkpoint(tmp_path, salvage=True)
     state = got.state_dict()
     assert state.keys() | set(got.lost) == whole.keys()
     assert state.keys() >= {"decoder.layers.0.input_layernorm.weight", "decoder.layers.3.mlp.linear_fc1.weight"}
     assert set(got.lost) >= {"decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"}
     assert all(bytes_of(value) == bytes_of(whole[key]) for key, value in state.items())
-    for other in tmp_path.glob("**/mp_rank_00_000/model_optim_rng.pt"):
-        other.unlink()
-    with pytest.raises(UnreadableError, match="has 2 of 4 ranks"):
-        ckptfix.open_checkpoint(tmp_path, salvage=True)
+
+
+@pytest.mark.parametrize("stages", [(0,), (1,), (3,), (1, 2)])
+@pytest.mark.parametrize(
+    ("args", "virtual", "is_known"),
+    [
+        pytest.param({"num_layers": 8}, 1, True, id="number"),
+        pytest.param({"num_layers": 8}, 2, True, id="virtual-stages"),
+        pytest.param({}, 1, False, id="no-number"),
+        pytest.param({"num_layers": 8, "num_layers_in_first_pipeline_stage": 2}, 1, True, id="uneven"),
+    ],
+)
+def test_other_stages_are_salvaged_without_one(
+    tmp_path: Path, args: dict[str, int], virtual: int, is_known: bool, stages: tuple[int, ...]
+) -> None:
+    whole = write_megatron(tmp_path, tensor=2, pipeline=4, virtual=virtual, layers=8)
+    for file in tmp_path.glob("**/model_optim_rng.pt"):
+        root = torch.load(file, weights_only=False)
+        vars(root["args"]).update(args)
+        torch.save(root, file)
+        if int(file.parent.name[-3:]) in stages:
+            file.unlink()
+    said = (
+        rf"lacks {2 * len(stages)} ranks of 8: mp_rank_00_00{stages[0]}, .* take the \d+ tensors of the others with sal"
+    )
+    with pytest.raises(UnreadableError, match=said):
+        ckptfix.open_checkpoint(tmp_path)
+    got = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    state = got.state_dict()
+    assert all(bytes_of(value) == bytes_of(whole[key]) for key, value in state.items())
+    assert [mark.kind for mark in got.remarks if mark.kind is Kind.UNNAMED_LOSS]
+    is_known = is_known and (len(stages) == 1 or "num_layers_in_first_pipeline_stage" not in args)
+    first = [stage for stage in range(4) if stage not in stages and (is_known or stage < stages[0])]
+    layers = {
+        f"decoder.layers.{chunk * 8 // virtual + stage * 2 // virtual + number}."
+        for chunk in range(virtual)
+        for stage in first
+        for number in range(2 // virtual)
+    }
+    assert {key[: key.index(".", 15) + 1] for key in state if ".layers." in key} == layers
+    assert ("embedding.word_embeddings.weight" in state) is (0 not in stages)
+    assert ("output_layer.weight" in state) is (3 not in stages)
+    assert ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "part.pth").report.exit_code == 1
+
+
+@pytest.mark.parametrize("iteration", [7, 6])
+def test_ranks_left_over_from_another_parallelism_are_not_taken(tmp_path: Path, iteration: int) -> None:
+    whole = write_megatron(tmp_path, tensor=2, pipeline=2)
+    rank = tmp_path / "iter_0000007" / "mp_rank_01_000" / "model_optim_rng.pt"
+    stale = rank.parent.with_name("mp_rank_01")
+    stale.mkdir()
+    torch.save({**torch.load(rank, weights_only=False), "iteration": iteration}, stale / rank.name)
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert {key: bytes_of(value) for key, value in checkpoint.state_dict().items()} == {
+        key: bytes_of(value) for key, value in whole.items()
+    }
+    assert [(mark.kind, mark.place) for mark in checkpoint.remarks if "rank" in mark.place] == [
+        (Kind.STRAY_FILE, "mp_rank_01")
+    ]
+    for other in tmp_path.glob("**/mp_rank_*_001"):
+        other.rename(other.with_name("mp_rank_00" if "00_" in other.name else "mp_rank_02"))
+    for extra in tmp_path.glob("**/mp_rank_02/model_optim_rng.pt"):
+        extra.unlink()
+    with pytest.raises(
+        UnreadableError, match=r"has ranks of 2 saves \(mp_rank_01, mp_rank_01_000\); keep only those of one"
+    ):
+        ckptfix.open_checkpoint(tmp_path)
 
 
 def test_ranks_of_nemo_are_joined(tmp_path: Path) -> None:
@@ -408,7 +482,7 @@ def test_ranks_of_nemo_are_joined(tmp_path: Path) -> None:
             key: bytes_of(value) for key, value in whole.items()
         }
     config.write_text(config.read_text().replace("2", "4", 1))
-    with pytest.raises(UnreadableError, match="has 4 of 8 ranks"):
+    with pytest.raises(UnreadableError, match="lacks 4 ranks of 8: tp_rank_02_pp_rank_000, "):
         ckptfix.open_checkpoint(tmp_path / "nemo")
 
 
