@@ -111,7 +111,10 @@ def _item_damaged(fact: Fact) -> str:
 
 def _ranks_differ(fact: Fact) -> str:
     keys = first_names(fact.data["keys"], 1)
-    return f"holds different values of {keys} from several ranks; those of the first are used"
+    if not (names := fact.data.get("names")):
+        return f"holds different values of {keys} from several ranks"
+    others = f"{'most others, ' if fact.data['is_minor'] else ''}{first_names(fact.data['others'])}"
+    return f"holds different values of {keys} in {first_names(names)} than in {others}"
 
 
 def _doubtful_values(fact: Fact) -> str:

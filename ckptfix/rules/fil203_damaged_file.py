@@ -25,7 +25,8 @@ Three kinds of doubt stay a warning:
   Tensors whose position remains unclear, and those of a packed file that fails its checksum, are kept and listed.
 - If the list of tensors (`data.pkl`) fails its checksum, a key may be misspelt. Then no fix that adds, drops or changes
   a tensor counts as safe, because a key that seems missing may exist under another name.
-- If ranks have different values for a tensor that each should have a copy of, the first rank's are kept.
+- If ranks have different values for a tensor that each should have a copy of, those of most ranks are kept, or the
+  first rank's.
 
 ## Example
     ckptfix repair half.pth --salvage --fill yesterday.pth
@@ -46,6 +47,7 @@ from ckptfix.core.edits import Fill, Rewrite
 from ckptfix.core.facts import ABSENT, BESIDE, Fact, Kind, clause, clauses, fact_to_json, in_copy
 from ckptfix.core.finding import FILE, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import first_names
 from ckptfix.maps.names import template
 from ckptfix.rules.rule import Context, Rule
 
@@ -104,10 +106,14 @@ def _is_beside(fact: Fact, checkpoint: Checkpoint) -> bool:
 
 def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Defect]:
     """Yield the reasons why names or values may differ from what was saved."""
-    if differing := [key for fact in damage if fact.kind is Kind.RANKS_DIFFER for key in fact.data["keys"]]:
+    ranks = [fact for fact in damage if fact.kind is Kind.RANKS_DIFFER]
+    if differing := [key for fact in ranks for key in fact.data["keys"]]:
         keys = [key for key in checkpoint.specs if any(f".{path}".endswith(f".{key}") for path in differing)]
         what = f"{counted(len(differing), 'tensor')} may differ from what was saved: the ranks have different values"
-        yield Level.WARNING, what, "fetch all files of one save again", keys
+        used = list(dict.fromkeys(fact.data["others"][0] for fact in ranks if fact.data.get("others")))
+        what += f"; those of {first_names(used) if used else 'the first'} are used"
+        odd = list(dict.fromkeys(name for fact in ranks if fact.data.get("is_minor") for name in fact.data["names"]))
+        yield Level.WARNING, what, f"fetch {first_names(odd) if odd else 'all files of one save'} again", keys
     if doubts := [clause(fact) for fact in checkpoint.remarked(Kind.DOUBTFUL_NAMES)]:
         what = f"the file {'; '.join(doubts)}: its names, shapes and offsets may differ from what was saved"
         cure = "fetch the file again, or name the model to compare with; nothing is added or dropped automatically"

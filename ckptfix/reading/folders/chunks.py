@@ -13,8 +13,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.sources import PartedBytes, SoughtBytes, TornBytes, are_equal, is_torn
+from ckptfix.core.facts import Fact, Kind, clause
 from ckptfix.core.parts import Box, PartsError, check_cover, extent
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
+from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, UnreadableError, damaged
 from ckptfix.reading.boxes import bytes_of_boxes, have_same_bytes, row_major
 from ckptfix.reading.pickles.claims import checked
@@ -73,6 +75,16 @@ def merge_parts(
     return checked(replace(spec, storage=storage), path)
 
 
+def note_differing(damage: list[Fact], fact: Fact) -> None:
+    """Add a fact about a tensor of which files have different values to that about others in the same files."""
+    for at, other in enumerate(damage):
+        if other.kind is fact.kind and {**other.data, "keys": ()} == {**fact.data, "keys": ()}:
+            keys = tuple(dict.fromkeys((*other.data["keys"], *fact.data["keys"])))
+            damage[at] = Fact(fact.kind, fact.place, {**fact.data, "keys": keys})
+            return
+    damage.append(fact)
+
+
 class SoughtStorages(Collection[Storage]):
     """The storages of a tensor's parts, looked up whenever they are asked for."""
 
@@ -104,31 +116,51 @@ def sought_parts(name: str, dtype: str, shape: tuple[int, ...], find: _FindParts
 
 
 class ComparedBytes:
-    """The row-major bytes of a tensor that several ranks saved; all copies are compared when they are read."""
+    """The row-major bytes of a tensor that several files have; all copies are compared when they are read."""
 
-    def __init__(self, name: str, copies: Sequence[TensorSpec], path: str) -> None:
-        self.nbytes = copies[0].nbytes
-        self._name, self._copies, self._path = name, [row_major(copy, path) for copy in copies], path
+    def __init__(self, name: str, copies: Mapping[str, TensorSpec], path: str) -> None:
+        self.nbytes = next(iter(copies.values())).nbytes
+        self._name, self._path = name, path
+        self._copies = {file: row_major(copy, path) for file, copy in copies.items()}
 
     def read(self, start: int, stop: int) -> memoryview:
-        first, *others = (copy.read(start, stop) for copy in self._copies)
-        if not all(are_equal([first], [other]) for other in others):
+        held = {file: copy.read(start, stop) for file, copy in self._copies.items()}
+        found = differing_of(self._name, list(held), lambda one, other: are_equal([held[one]], [held[other]]))
+        if found is not None:
             raise UnreadableError(
-                f"{self._path}: its ranks hold different values of {self._name}, and no checksum says which are right;"
-                " fetch the files again, or take those of the first rank with ",
+                f"{self._path}: {clause(found)}; fetch {first_names(found.data['names'])} again, or take the values of "
+                f"{found.data['others'][0]} with ",
                 Opt("salvage", True),
             )
-        return first
+        return next(iter(held.values()))
 
 
-def compared(name: str, copies: Sequence[TensorSpec], path: str) -> TensorSpec:
-    """Return the first of several copies after ``agree(…, reads=False)``. Copies without checksums are compared when
-    they are read."""
-    whole = [copy for copy in copies if not is_torn(copy)] or copies[:1]
-    storages = [storage for copy in whole for storage in copy.storages]
+def compared(name: str, copies: Mapping[str, TensorSpec], path: str) -> TensorSpec:
+    """Return the first of several copies, given by their files, after ``agree(…, reads=False)``. Copies without
+    checksums are compared when they are read."""
+    whole = {file: copy for file, copy in copies.items() if not is_torn(copy)} or dict(list(copies.items())[:1])
+    first, *_ = whole.values()
+    storages = [storage for copy in whole.values() for storage in copy.storages]
     if len(whole) == 1 or all(storage.crc32 is not None for storage in storages):
-        return whole[0]
-    return computed(whole[0], name, ComparedBytes(name, whole, path), whole[0].storages)
+        return first
+    return computed(first, name, ComparedBytes(name, whole, path), first.storages)
+
+
+def differing_of(name: str, files: Sequence[str], is_same: Callable[[str, str], bool]) -> Fact | None:
+    """Return the fact that files have different values of a tensor, with those that differ from most others, or from
+    the first if there is no majority; None if all are the same."""
+    groups: list[list[str]] = []
+    for file in files:
+        if (own := next((group for group in groups if is_same(group[0], file)), None)) is None:
+            groups.append(own := [])
+        own.append(file)
+    usual = max(groups, key=len)
+    if len(groups) < 2:
+        return None
+    if 2 * len(usual) <= len(files):
+        usual = groups[0]
+    odd = tuple(file for file in files if file not in usual)
+    return Fact.of(Kind.RANKS_DIFFER, keys=(name,), names=odd, others=tuple(usual), is_minor=2 * len(odd) < len(files))
 
 
 def gone(name: str, spec: TensorSpec, path: str) -> TensorSpec:

@@ -27,7 +27,15 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, box_at, extent, numel
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import HostileError, UnreadableError, damaged
-from ckptfix.reading.folders.chunks import agree, check_tiling, compared, gone, merge_parts
+from ckptfix.reading.folders.chunks import (
+    agree,
+    check_tiling,
+    compared,
+    differing_of,
+    gone,
+    merge_parts,
+    note_differing,
+)
 from ckptfix.reading.folders.ranks.files import are_varied, sums_of, unlike_most
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import dtype_name, sizes
@@ -213,7 +221,7 @@ class _FolderReading:
         self.remarks: dict[Fact, None] = {}
         self.leaves: dict[str, Any] = {}
         self.faults: dict[Fact, list[str]] = {}
-        self.clashes: list[str] = []
+        self.clashes: list[Fact] = []
         # The chunks of tensors with several chunks, each saved once, by file: offset, name, spec.
         self.chunks: dict[str, list[tuple[int, str, TensorSpec]]] = {}
 
@@ -319,10 +327,19 @@ class _FolderReading:
                 raise UnreadableError(
                     f"the chunk of {name} at {[start for start, _ in box]} is not what {METADATA} says"
                 )
-        if agree(copies, str(self.folder), reads=self.salvage):
-            return copies if self.salvage else [compared(name, copies, str(self.folder))]
-        self.clashes.append(name)
-        return copies
+        reads, path = self.salvage, str(self.folder)
+        places = [location for location in locations if location is not None]
+        is_in_one = len({place.file for place in places}) < len(places)
+        files = [f"{place.file} at byte {place.offset}" if is_in_one else place.file for place in places]
+        held = dict(zip(files, copies, strict=True))
+        if agree(copies, path, reads=reads):
+            return copies if reads else [compared(name, held, path)]
+        whole = [file for file, copy in held.items() if not is_torn(copy)]
+        fact = differing_of(name, whole, lambda one, other: agree([held[one], held[other]], path, reads=reads))
+        if fact is None:
+            return copies
+        note_differing(self.clashes, fact)
+        return [held[fact.data["others"][0]]]
 
     def _load(self, name: str, location: Location | None) -> Any:
         """Return the root of the torch.save file at a location. Its damage is recorded, and lost storages are torn."""
@@ -375,7 +392,7 @@ class _FolderReading:
     def _damage(self) -> list[Fact]:
         """Return the damage, each with the number of items that it affects."""
         facts = [replace(fact, data={**fact.data, "items": len(names)}) for fact, names in self.faults.items()]
-        return [*facts, *([Fact.of(Kind.RANKS_DIFFER, keys=tuple(self.clashes))] if self.clashes else ())]
+        return [*facts, *self.clashes]
 
 
 class _Node(dict[PathPart, Any]):

@@ -59,6 +59,8 @@ def split_entries(
     if not (salvage and tensors):
         causes = clauses(document.damage) or "is damaged"
         again = "the missing files" if any(fact.kind in ABSENT for fact in document.damage) else "the file again"
+        if {fact.kind for fact in document.damage} == {Kind.RANKS_DIFFER}:
+            again = "these files again"
         data = {
             "damage": [fact_to_json(fact) for fact in document.damage],
             "lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in lost.items()},
@@ -72,7 +74,7 @@ def split_entries(
         if unnamed:
             causes = f"{causes}; tensors with unknown names are lost: those of {'; '.join(unnamed)}"
             back = f"the {counted(tensors, 'tensor')} of the others"
-        if lost and not unnamed:
+        if lost:
             back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
             causes = f"{causes}; {first_names(list(lost))} {'is' if len(lost) == 1 else 'are'} lost"
         what = f"{document.path}: {causes}: fetch {again}, or take {back} with "

@@ -422,7 +422,8 @@ def test_metadata_of_each_rank_is_put_together(tmp_path: Path) -> None:
 def test_ranks_that_saved_different_values_under_one_name(tmp_path: Path) -> None:
     other = (torch.ones(2), [((0,), torch.zeros(2))])
     write_ranks(tmp_path, [{"a": ONES, "b": ONES}, {"a": other, "b": ONES}])
-    with pytest.raises(UnreadableError, match="holds different values of a from several ranks"):
+    said = r"holds different values of a in __1_0\.distcp than in __0_0\.distcp: fetch these"
+    with pytest.raises(UnreadableError, match=said):
         ckptfix.open_checkpoint(tmp_path)
     checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
     assert_same(checkpoint.state_dict(), {"a": torch.ones(2), "b": torch.ones(2)})

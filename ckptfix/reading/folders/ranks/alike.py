@@ -244,6 +244,7 @@ class AlikeRank(Struct):
     spread: Mapping[ContainerPath, Divided]
     groups: list[Any]
     leaves: RankLeaves = []
+    rank: int = -1
 
     def box(self, leaf: Divided) -> Box:
         """Return the rank's box of a tensor on a mesh."""

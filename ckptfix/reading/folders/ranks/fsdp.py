@@ -36,7 +36,17 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, one_line
 from ckptfix.reading.folders import dcp
-from ckptfix.reading.folders.chunks import Flat, Spread, agree, compared, gone, merge_parts, sought_parts
+from ckptfix.reading.folders.chunks import (
+    Flat,
+    Spread,
+    agree,
+    compared,
+    differing_of,
+    gone,
+    merge_parts,
+    note_differing,
+    sought_parts,
+)
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRank, AlikeRanks, RankLeaves
@@ -243,11 +253,17 @@ class _Collected(Struct):
     first: Divided | None = None
     dtype: str = ""
     copies: dict[Box, list[TensorSpec]] = field(default_factory=dict)
+    holders: dict[Box, list[int]] = field(default_factory=dict)  # the ranks of the copies
     plain: TensorSpec | None = None
     plain_in: list[int] = field(default_factory=list)  # the ranks that have it as a plain tensor
     differs: bool = False
     # Views of the ranks' flat parameters, each with the position of these (`LOCAL_STATE_DICT` with original names).
     stretches: list[tuple[int, TensorSpec]] = field(default_factory=list)
+
+    def add(self, box: Box, part: TensorSpec, rank: int) -> None:
+        """Add a copy of a part that a rank has."""
+        self.copies.setdefault(box, []).append(part)
+        self.holders.setdefault(box, []).append(rank)
 
     @property
     def place(self) -> object:
@@ -293,6 +309,7 @@ class _RankMerge:
                 break  # any number of ranks of another save may follow; they are damage
             if (twin := None if first is None else self._alike(alike, file)) is not None:
                 leaves, groups = twin.leaves, twin.groups
+                twin.rank = rank
                 self.twins.setdefault(twin.base, []).append(twin)
                 self.twin_of[rank] = twin.base
             else:
@@ -393,7 +410,7 @@ class _RankMerge:
             self.unlike.setdefault(path, {})[rank] = layout
             return
         for box, part in leaf.parts:
-            found.copies.setdefault(box, []).append(part)
+            found.add(box, part, rank)
 
     def _of_another_save(self) -> list[int]:
         """Return the ranks of another save than most, with other counters or another split of a tensor."""
@@ -466,19 +483,17 @@ class _RankMerge:
         shape = found.first.shape
         if found.plain is not None and found.plain.shape == shape:
             # A rank that has the whole of a tensor has it as a plain tensor.
-            found.copies.setdefault(full(shape), []).append(found.plain)
+            found.add(full(shape), found.plain, found.plain_in[0])
         if not any(found.copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
         if (twins := self._twins(path, found)) and self._are_whole_with(twins, path, found):
             find = partial(_pieces, path, found, twins)
             return sought_parts(name, found.dtype, shape, find, self.path)
         for box, twin in twins:
-            found.copies.setdefault(box, []).append(twin.part(twin.spread[path].parts[0][1]))
-        repeated = {box: same for box, same in found.copies.items() if len(same) > 1}
-        if not all(agree(same, self.path, reads=self.files.salvage) for same in repeated.values()):
-            self.files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
-        elif not self.files.salvage:
-            found.copies.update({box: [compared(name, same, self.path)] for box, same in repeated.items()})
+            found.add(box, twin.part(twin.spread[path].parts[0][1]), twin.rank)
+        for box, same in found.copies.items():
+            if len(same) > 1:
+                found.copies[box] = self._compared(name, same, found.holders[box])
         spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, shape, contiguous_strides(shape))
         held = sum(map(numel, found.copies))
         intact = [box for box, same in found.copies.items() if not all(map(is_torn, same))]
@@ -494,6 +509,19 @@ class _RankMerge:
                 self.files.damage.append(Fact.of(Kind.CHUNKS_LACKING, error=lacks))
             return gone(name, spec, self.path)
         return merge_parts(name, spec.dtype, spec.shape, found.copies, self.path)
+
+    def _compared(self, name: str, copies: list[TensorSpec], ranks: list[int]) -> list[TensorSpec]:
+        """Return the copies of a part to use, that of most ranks first, and record if they differ."""
+        held = {self.ranks.files[rank].name: copy for rank, copy in zip(ranks, copies, strict=True)}
+        reads = self.files.salvage
+        if agree(copies, self.path, reads=reads):
+            return copies if reads else [compared(name, held, self.path)]
+        whole = [file for file, copy in held.items() if not is_torn(copy)]
+        fact = differing_of(name, whole, lambda one, other: agree([held[one], held[other]], self.path, reads=reads))
+        if fact is None:
+            return copies
+        note_differing(self.files.damage, fact)
+        return [held[fact.data["others"][0]]]
 
     def _twins(self, path: ContainerPath, found: _Collected) -> list[tuple[Box, AlikeRank]]:
         """Return the twins that have a part of a tensor, each with its box."""

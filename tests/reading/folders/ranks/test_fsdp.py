@@ -280,22 +280,47 @@ def test_ranks_that_all_have_the_whole_are_one_checkpoint_if_they_are_equal(tmp_
         ckptfix.open_checkpoint(tmp_path)
 
 
-def save_replicas(folder: Path, changed: int | None) -> torch.Tensor:
-    """Save a weight on two by two ranks as HSDP does, without checksums, with one number of a replica changed."""
+def save_replicas(
+    folder: Path, changed: int | None, rank: int = 2, replicas: int = 2, sums: bool = False
+) -> torch.Tensor:
+    """Save a weight on replicas of two ranks as HSDP does, with one number of a rank changed, without checksums."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     whole = torch.arange(4000.0).view(1000, 4)
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    for rank in range(4):
-        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False, _rank=rank)
-        local = whole.chunk(2)[rank % 2].clone()
-        if changed is not None and rank == 2:
+    for own in range(2 * replicas):
+        ranks = torch.arange(2 * replicas).view(replicas, 2)
+        mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=own)
+        local = whole.chunk(2)[own % 2].clone()
+        if changed is not None and own == rank:
             local.view(-1)[changed] += 1
         weight = DTensor(local, DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta), requires_grad=False)
-        torch.save({"w": weight}, folder / f"rank_{rank}.pt", _use_new_zipfile_serialization=False)
+        torch.save({"w": weight, "v": weight}, folder / f"rank_{own}.pt", _use_new_zipfile_serialization=sums)
     return whole
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["no-checksums", "checksums"])
+@pytest.mark.parametrize(
+    ("replicas", "rank", "said"),
+    [
+        pytest.param(2, 2, r"in rank_2\.pt than in rank_0\.pt[:;]", id="either"),
+        pytest.param(3, 2, r"in rank_2\.pt than in most others, rank_0\.pt, rank_4\.pt[:;]", id="second-of-three"),
+        pytest.param(3, 0, r"in rank_0\.pt than in most others, rank_2\.pt, rank_4\.pt[:;]", id="first-of-three"),
+    ],
+)
+def test_the_replica_that_differs_is_named(tmp_path: Path, replicas: int, rank: int, said: str, sums: bool) -> None:
+    whole = save_replicas(tmp_path, 0, rank, replicas, sums)
+    with pytest.raises(UnreadableError, match=rf"holds different values of \S+ {said}.*fetch.*again, or take"):
+        ckptfix.check(tmp_path)
+    done = ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "whole.pth")
+    assert torch.equal(torch.load(tmp_path / "whole.pth")["w"], whole)
+    (finding,) = [found for found in done.report.remaining if found.keys]
+    assert f"those of rank_{2 if rank == 0 else 0}.pt are used" in finding.message
+    odd = f"fetch rank_{rank}.pt again" if replicas == 3 else "fetch all files of one save again"
+    assert odd in remedies_text(finding.remedies)
+    assert done.report.exit_code == 1
 
 
 @pytest.mark.parametrize("changed", [None, 0, 1000, -1])
