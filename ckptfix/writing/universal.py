@@ -17,8 +17,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.files import small_text
+from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.spec import TensorSpec
+from ckptfix.core.facts import Kind
+from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, WriteError
 from ckptfix.maps.optimizer_states import optimizer_of
@@ -154,14 +156,19 @@ def _tag(checkpoint: Checkpoint) -> str:
 
 def _model_states(checkpoint: Checkpoint) -> Checkpoint:
     """Return the model states: the container with the names and shapes that DeepSpeed needs, without the optimizer, and
-    with empty tensors in place of trained ones, as in stage 3."""
+    with empty tensors in place of trained ones, as in stage 3. These have the dtype of the training, as in DeepSpeed's
+    own universal checkpoints."""
     root: Any = checkpoint.root
     optimizer, specs = root["optimizer"], checkpoint.specs
     trained = {specs[name].view: name for name in optimizer["state"]}
     others = {key: spec for key, spec in specs.items() if key not in optimizer["state"]}
     entries = OrderedDict(checkpoint.entries)
+    used = _dtypes_of_training(checkpoint)
+    empty = Storage("empty", MemoryBytes(b""))
     entries.update(
-        (key, replace(spec, shape=(0,), strides=(1,))) for key, spec in specs.items() if spec.view in trained
+        (key, TensorSpec(used.get(trained[spec.view], spec.dtype), (0,), (1,), empty))
+        for key, spec in specs.items()
+        if spec.view in trained
     )
     fields = {
         "buffer_names": [key for key, spec in others.items() if spec.view not in trained],
@@ -174,3 +181,11 @@ def _model_states(checkpoint: Checkpoint) -> Checkpoint:
         "shared_params": {key: trained[spec.view] for key, spec in others.items() if spec.view in trained},
     }
     return replace(checkpoint, entries=entries, root={**root, **fields})
+
+
+def _dtypes_of_training(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the dtypes in which training used the weights that are fp32 masters."""
+    used: dict[str, str] = {}
+    for fact in checkpoint.remarked(Kind.MASTERS):
+        used.update({key: fact.data["dtype"] for key in checkpoint.specs if key not in fact.data["kept"]})
+    return {**used, **{key: copy.dtype for key, copy in checkpoint.copies.items()}}

@@ -49,6 +49,31 @@ def test_both_names_of_the_model_states_hold_buffers_and_names_and_no_trained_we
         assert states["shared_params"] == {"head.weight": "emb.weight"}
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("zero2_w2_bf16_g2", torch.bfloat16),
+        ("zero3_w3_bf16_g2", torch.bfloat16),
+        ("zero2_w5_fp16_g9", torch.float16),
+        ("zero2_w3_fp32_g1", torch.float32),
+    ],
+)
+def test_the_model_states_have_the_dtypes_of_the_training(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """As DeepSpeed's own have; also after a second conversion."""
+    source, _ = unpacked(name, tmp_path)
+    expected = ckptfix.open_checkpoint(source).state_dict()
+    for number in range(2):
+        output = tmp_path / f"ours{number}"
+        ckptfix.repair(source, output=output, format="universal")
+        module = load(output / "global_step2" / "mp_rank_00_model_states.pt")["module"]
+        assert {module[key].dtype for key in module if not module[key].numel()} == {dtype}
+        assert module["scale"].dtype == expected["scale"].dtype
+        note = "the weights are the fp32 masters of training in " + str(dtype).removeprefix("torch.")
+        messages = [finding.message for finding in ckptfix.check(output).findings]
+        assert (note in messages) is (dtype != torch.float32)
+        source = output
+
+
 @pytest.mark.parametrize("name", ["zero1_w3_bf16_g2", "zero2_w3_fp32_g1", "zero3_w3_bf16_g2", "universal_zero3"])
 def test_it_opens_with_the_weights_of_its_source(tmp_path: Path, name: str) -> None:
     source, _ = unpacked(name, tmp_path)
