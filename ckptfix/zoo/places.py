@@ -127,9 +127,12 @@ class LocalPlace(Struct, frozen=True):
         _copy(file, self.root / name)
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file. A folder stays: it is in an old manifest that does not list its files."""
+        file = self.root / name
+        if file.is_dir() and not file.is_symlink():
+            return
         try:
-            (self.root / name).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
         except OSError as error:
             raise explained(error, self.where(name), "removed") from error
 

@@ -42,6 +42,17 @@ def test_a_universal_checkpoint_is_a_folder_and_not_written_again(tmp_path: Path
     assert ckptfix.open_checkpoint(new / TAG).format == "universal"
 
 
+def test_a_folder_of_an_old_manifest_without_its_files_stays(tmp_path: Path) -> None:
+    old, new = zoo_of(tmp_path), tmp_path / "new"
+    assert zoos.migrate_here(old, new, "--format", "universal").returncode == 0
+    manifest = new / "manifest.jsonl"
+    lines = [{**json.loads(line), "output_parts": []} for line in manifest.read_text().splitlines()]
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = zoos.migrate_here(old, new, "--format", "pth")
+    assert (done.returncode, records(new)[TAG]["output"]) == (0, f"{TAG}.pth")
+    assert ckptfix.open_checkpoint(new / TAG).format == "universal"
+
+
 POINTERS = {
     "latest": ("zero2_w2_bf16_g2", "global_step2", "global_step2"),
     "latest_universal": ("universal_zero2", "global_step2_universal", "global_step2_universal"),
