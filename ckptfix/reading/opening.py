@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.files import is_url
+from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import IN_MEMORY, Candidate, Checkpoint
 from ckptfix.core.facts import Fact, Kind
@@ -138,8 +139,9 @@ def _with_trainers_files(checkpoint: Checkpoint, path: Path) -> Checkpoint:
         return checkpoint
     beside: dict[str, Any] = {}
     armed: list[Fact] = []
-    for file in sorted(folder.iterdir()):
-        if OF_TRAINERS.fullmatch(file.name) and file.suffix != ".json" and file.is_file():
+    for name in filter(OF_TRAINERS.fullmatch, list_folder(folder).files):
+        if not name.endswith(".json"):
+            file = folder / name
             with contextlib.suppress(UnreadableError, UsageError):  # a check of that file reports the error
                 document = read_document(Content.of_file(str(file)))
                 armed += [replace(fact, place=file.name) for fact in document.remarks if fact.kind is Kind.PAYLOAD]

@@ -20,6 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import Bounds, shown
+from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import Content, is_torn
 from ckptfix.core.checkpoint import ContainerPath, PathPart
 from ckptfix.core.facts import Fact, Kind, clauses
@@ -174,7 +175,7 @@ def _path(parts: Any) -> ContainerPath:
 
 NAME = "dcp"
 METADATA = ".metadata"
-CHUNKS = "*.distcp"
+CHUNKS = ".distcp"
 _DEPTH_LIMIT = 100
 _STEP, _FEWEST_STEPS = "step", 3  # the number of step counters that a file needs to be compared with others
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
@@ -182,15 +183,15 @@ _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 
 def looks_like(folder: Path) -> bool:
     """Return whether a folder has files of torch.distributed.checkpoint."""
-    return bool(_metadata_files(folder)) or any(folder.glob(CHUNKS))
+    return bool(_metadata_files(folder)) or any(name.endswith(CHUNKS) for name in list_folder(folder).names)
 
 
 def _metadata_files(folder: Path) -> list[Path]:
     """Return the ``.metadata`` of a folder, or those of its ranks in order."""
     if (folder / METADATA).is_file():
         return [folder / METADATA]
-    ranks = {int(match[1]): path for path in folder.iterdir() if (match := _OF_RANK.fullmatch(path.name))}
-    return [ranks[rank] for rank in sorted(ranks) if ranks[rank].is_file()]
+    ranks = {int(match[1]): match[0] for match in map(_OF_RANK.fullmatch, list_folder(folder).files) if match}
+    return [folder / ranks[rank] for rank in sorted(ranks)]
 
 
 def read_folder(folder: Path, salvage: bool) -> Document:
@@ -198,7 +199,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
 
     Tensors in missing or damaged files are torn. Raises ``UnreadableError`` if none is intact."""
     if not _metadata_files(folder):
-        unfinished = any(folder.glob("*.metadata.tmp"))
+        unfinished = any(name.endswith(".metadata.tmp") for name in list_folder(folder).names)
         hint = "files that begin with a dot are easily missed: fetch it too"
         raise UnreadableError(
             f"{folder}: chunks of torch.distributed.checkpoint without their {METADATA} file, which describes them;"
@@ -214,7 +215,7 @@ class _FolderReading:
 
     def __init__(self, folder: Path, salvage: bool) -> None:
         self.folder, self.salvage = folder, salvage
-        size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        size = sum((folder / name).stat().st_size for name in list_folder(folder).files)
         self.bounds = Bounds(str(folder), size)
         self.contents: dict[str, Content] = {}
         self.metadata = StoredMetadata({}, {}, frozenset())
@@ -245,8 +246,8 @@ class _FolderReading:
         used = set(self.contents) | {file for item in self.metadata.items.values() for file in item.files}
         # Files of chunks without any item, which remain from an earlier save into the same folder. A rank of which the
         # planner takes nothing writes an empty file.
-        others = (path for path in self.folder.glob(CHUNKS) if path.name not in used)
-        strays = sorted(path.name for path in others if path.stat().st_size)
+        others = [name for name in list_folder(self.folder).names if name.endswith(CHUNKS) and name not in used]
+        strays = sorted(name for name in others if (self.folder / name).stat().st_size)
         return Document(
             str(self.folder),
             NAME,

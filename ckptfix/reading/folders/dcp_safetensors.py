@@ -12,6 +12,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import Content, is_torn
 from ckptfix.core.facts import Fact, Kind, clauses, first_facts
 from ckptfix.core.parts import Box, box_at, numel, shape_over
@@ -31,14 +32,14 @@ SHARD = re.compile(r"shard-(\d{1,9})-model-\d{1,9}-of-\d{1,9}\.safetensors")
 
 def looks_like(folder: Path) -> bool:
     """Return whether a folder has such shards."""
-    return any(SHARD.fullmatch(path.name) for path in folder.iterdir())
+    return any(map(SHARD.fullmatch, list_folder(folder).names))
 
 
 def read_folder(folder: Path) -> Document:
     """Return the document of a folder: a flat state_dict, whose tensors are assembled from their chunks when read.
 
     A tensor with a missing chunk is torn. Raises ``UnreadableError`` if none is intact."""
-    names = sorted(path.name for path in folder.iterdir() if SHARD.fullmatch(path.name))
+    names = sorted(filter(SHARD.fullmatch, list_folder(folder).names))
     ranks = {int(match[1]) for name in names if (match := SHARD.fullmatch(name))}
     missing = sorted(set(range(1, max(ranks) + 1)) - ranks)
     damage = [Fact.of(Kind.RANKS_MISSING, ranks=len(missing), first=missing[0])] if missing else []

@@ -1,5 +1,6 @@
 """Reads folders that are one checkpoint, and finds the checkpoints in other folders."""
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.files import small_text, why_unopened
+from ckptfix.bytes.listing import Listing, list_folder
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import tensors_in
@@ -80,7 +82,7 @@ def weights_file(path: str) -> str | None:
     None if there is none or several, or if the folder itself is a checkpoint."""
     folder = Path(path)
     try:
-        found = {child.name for child in folder.iterdir() if child.name in WEIGHTS | {_OF_FSDP} and child.is_file()}
+        found = (WEIGHTS | {_OF_FSDP}).intersection(list_folder(folder).files)
         names = [*(found - {_OF_FSDP} or found)]
         if len(names) != 1 or any(form.looks_like(folder) for form in FOLDER_FORMATS):
             return None
@@ -232,7 +234,7 @@ def dcp_items(folder: Path) -> tuple[list[Path], list[Path]]:
     are the parts of verl's saves, unless they have the weights in another form too."""
 
     def below(place: Path) -> list[Path]:
-        folders = [child for child in sorted(place.iterdir()) if child.is_dir()]
+        folders = [place / name for name in list_folder(place).folders]
         return [child for child in folders if dcp.looks_like(child) or dcp_safetensors.looks_like(child)]
 
     parts = [folder / part for part in OF_VERL if (folder / part).is_dir() and dcp.looks_like(folder / part)]
@@ -241,7 +243,7 @@ def dcp_items(folder: Path) -> tuple[list[Path], list[Path]]:
     found = below(folder)
     optimizers = [] if found else [*folder.glob(f"{OPTIMIZERS}*/{OPTIMIZERS}*")]
     if len(optimizers) == 1 and optimizers[0] in below(optimizers[0].parent):
-        others = [place for place in folder.iterdir() if place.is_dir() and place != optimizers[0].parent]
+        others = [folder / name for name in list_folder(folder).folders if folder / name != optimizers[0].parent]
         models = [child for place in others for child in below(place)]
         return [*models, *optimizers], models
     return found, [child for child in found if not child.name.startswith(OPTIMIZERS)]
@@ -371,14 +373,14 @@ def _is_torch_dist(folder: Path) -> bool:
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the subfolders that are checkpoints of several files, as far as file names show."""
     found: list[Path] = []
-    pending = [(child, 1) for child in sorted(folder.iterdir()) if child.is_dir()]
+    pending = deque((folder / name, 1) for name in list_folder(folder).folders)
     while pending and len(found) <= _MOST_NAMED:
-        place, depth = pending.pop(0)
+        place, depth = pending.popleft()
         try:
             is_one = any(form.looks_like(place) for form in FOLDER_FORMATS) or has_ranks(place)
             items, models = dcp_items(place)
             is_one = is_one or len(models) == 1 < len(items)  # a model with its optimizer
-            below = [child for child in sorted(place.iterdir()) if child.is_dir() and depth < _DEPTH]
+            below = [place / name for name in list_folder(place).folders if depth < _DEPTH]
         except OSError:
             continue
         except UnreadableError:  # it has several
@@ -398,20 +400,31 @@ def only_checkpoint(folder: Path) -> Path | None:
 
 def _files(folder: Path, checkpoints: Sequence[Path]) -> list[Path]:
     """Return the files in a folder and its subfolders that may be checkpoints, except those of ``checkpoints``."""
-    found = [path for depth in range(_DEPTH) for path in folder.glob("*/" * depth + "*") if _is_likely(path.name)]
-    return sorted(path for path in found if path.is_file() and not {path, *path.parents} & {*checkpoints})
+    found, apart = list[Path](), frozenset(checkpoints)
+    folders = [folder]
+    for _ in range(_DEPTH):
+        inside = [(place, listing) for place in folders if place not in apart and (listing := _listed(place))]
+        found += [place / name for place, listing in inside for name in listing.files if _is_likely(name)]
+        folders = [place / name for place, listing in inside for name in listing.folders]
+    return sorted(path for path in found if path not in apart)
 
 
 def _contents(folder: Path) -> str:
-    names = sorted(child.name + "/" * child.is_dir() for child in folder.iterdir())
+    found = list_folder(folder)
+    names = sorted([*found.files, *found.others, *(f"{name}/" for name in found.folders)])
     checkpoints = _checkpoints(folder)
     files = _files(folder, checkpoints)
     likely = [path.name for path in files if path.parent == folder]
     below = [
         path.relative_to(folder).as_posix() for path in (*checkpoints, *files) if path.is_dir() or path.parent != folder
     ]
-    deep = [path for depth in ("*/*", "*/*/.zarray") for path in folder.glob(depth)]
-    every = [*names, *(path.relative_to(folder).as_posix() for path in deep)]
+    every = [*names]
+    for place in found.folders:
+        if (inside := _listed(folder / place)) is not None:
+            every += (f"{place}/{name}" for name in inside.names)
+            every += (
+                f"{place}/{name}/.zarray" for name in inside.folders if (folder / place / name / ".zarray").exists()
+            )
     bundle = name_bundle(every, PARTS) or name_bundle(every, BUNDLES)
     if not (likely or below) and bundle is not None:
         return f"a folder without a PyTorch checkpoint: {bundle}"
@@ -422,6 +435,13 @@ def _contents(folder: Path) -> str:
         kind = "checkpoints" if checkpoints else "files"
         return f"a folder, but not a sharded checkpoint; name one of the {kind} in it: {_some(named)}"
     return f"a folder without a checkpoint in it; it holds {_some(names)}"
+
+
+def _listed(folder: Path) -> Listing | None:
+    """Return the names in a folder; None if it cannot be read."""
+    with suppress(OSError):
+        return list_folder(folder)
+    return None
 
 
 def _is_likely(name: str) -> bool:

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from ckptfix.bytes.files import is_url
 from ckptfix.bytes.limits import unique_keys
+from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import HostileError, UnreadableError, damaged, hostile
 
@@ -122,7 +123,7 @@ class LocalFolder(Struct, frozen=True, dict=True):
 
     def names(self) -> list[str]:
         try:
-            return sorted(path.name for path in self.path.iterdir() if path.is_file())
+            return [*list_folder(self.path).files]
         except OSError as error:
             raise UnreadableError(f"{self.path}: cannot be listed: {error.strerror or error}") from error
 

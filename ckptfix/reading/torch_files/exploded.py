@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ckptfix.bytes.files import open_bytes
 from ckptfix.bytes.limits import Bounds
+from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import FileBytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import ByteSource
@@ -49,7 +50,7 @@ class FolderArchive(TorchArchive):
 
 
 def _root(folder: Path) -> Path | None:
-    folders = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "__MACOSX"]
+    folders = [folder / name for name in list_folder(folder).folders if name != "__MACOSX"]
     for root in [folder, *(folders if len(folders) == 1 else [])]:
         if (root / "data.pkl").is_file() and ((root / "version").is_file() or (root / "data").is_dir()):
             return root

@@ -5,17 +5,20 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptfix.bytes.files import small_text
+from ckptfix.bytes.listing import list_folder, stamp_of
 from ckptfix.bytes.sources import Content
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
-from ckptfix.errors import HostileError, MissingSaveError, Opt, UnreadableError
+from ckptfix.errors import HostileError, MissingSaveError, Opt, UnreadableError, damaged
 from ckptfix.reading.archives.zip_directory import read_header
+from ckptfix.reading.folders.ranks.names import MEGATRON_RANK
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.formats import read_document
 from ckptfix.reading.pickles.payload import refusing_payload
@@ -30,6 +33,7 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Arithm
 COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter", "num_updates"))
 
 _LISTED = 4
+_MOST_UNREADABLE = 256  # files that are opened until the first one that can be read
 _FACTS = 4096
 # Bytes of a storage that are examined, and the largest number of distinct ones in a constant tensor.
 _LOOKED_AT, _FEW = 4096, 8
@@ -45,14 +49,23 @@ _OWN = "_extra_state"
 _Rank = TypeVar("_Rank")
 
 
-def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
+def by_rank(folder: Path, pattern: re.Pattern[str]) -> Mapping[tuple[int, ...], Path]:
     """Return the files whose names match, by the numbers in the groups of the pattern, in numerical order.
 
     Raises ``UnreadableError`` for two files with the same numbers."""
+    stamp = stamp_of(folder)
+    return _by_rank(folder, pattern) if stamp is None else _known_by_rank(folder, pattern, stamp)
+
+
+@lru_cache(maxsize=4)  # called for every file of a folder, of which there may be thousands
+def _known_by_rank(folder: Path, pattern: re.Pattern[str], stamp: int) -> Mapping[tuple[int, ...], Path]:
+    return _by_rank(folder, pattern)
+
+
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> Mapping[tuple[int, ...], Path]:
     found: dict[tuple[int, ...], Path] = {}
-    for path in folder.iterdir():
-        if (match := pattern.fullmatch(path.name)) and path.is_file():
-            add_rank(found, tuple(int(number or 0) for number in match.groups()), path)
+    for match in filter(None, map(pattern.fullmatch, list_folder(folder).files)):
+        add_rank(found, tuple(int(number or 0) for number in match.groups()), folder / match[0])
     return {numbers: found[numbers] for numbers in sorted(found)}
 
 
@@ -72,7 +85,8 @@ def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool], name: Call
         return folder
     if (named := latest_of(folder, latest, is_one, name)) is not None:
         return named
-    tags = [child for child in sorted(folder.iterdir()) if child.is_dir() and is_one(child)]
+    likely = (name for name in list_folder(folder).folders if not MEGATRON_RANK.fullmatch(name))  # no rank is a save
+    tags = [child for name in likely if is_one(child := folder / name)]
     if len(tags) > 1:
         names = first_names([tag.name for tag in tags])
         raise UnreadableError(f"{folder}: holds {len(tags)} checkpoints ({names}); name one of them")
@@ -92,7 +106,7 @@ def latest_of(
     named = file_inside(folder, name(word), str(file))
     if named.is_dir():
         return named if is_one(named) else None
-    if others := sorted(child.name for child in folder.iterdir() if child.is_dir() and is_one(child)):
+    if others := [tag for tag in list_folder(folder).folders if is_one(folder / tag)]:
         names = first_names(others)
         raise MissingSaveError(f"{file}: names {named.name}, which is missing; fetch it, or name {names}")
     return None
@@ -158,6 +172,7 @@ class RankFiles:
         self._home: Path | None = None
         self._opened: tuple[Path, Content] | None = None  # the last opened file
         self._saved_as: dict[Path, str] = {}  # the original names of files
+        self._has_readable = False
         self.remarks: dict[Fact, None] = {}
         self.damage: list[Fact] = []
         self.lacking: Counter[str] = Counter()  # bytes of tensors that are in no file, by the tensor's place
@@ -172,14 +187,19 @@ class RankFiles:
         return document.root
 
     def opened(self, file: Path) -> Document | None:
-        """Return the document of a file; None if it cannot be read, which is damage."""
+        """Return the document of a file; None if it cannot be read, which is damage.
+
+        Raises ``UnreadableError`` if none of the first files can be read, unless the others are to be salvaged."""
         try:
             document = read_document(self.content(file))
         except UnreadableError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
                 raise  # the process has too many open files, which is not the file's fault
             self.damage.append(Fact.of(Kind.RANK_UNREADABLE, self.name(file), error=str(error)))
+            if not (self._has_readable or self.salvage) and len(self.damage) == _MOST_UNREADABLE:
+                raise damaged(self.folder, f"{clauses(self.damage)}; no rank can be read") from error
             return None
+        self._has_readable = True
         self.names |= document.names
         self.damage += [Fact.of(Kind.SHARD_DAMAGED, self.name(file), cause=fact) for fact in document.damage]
         return document

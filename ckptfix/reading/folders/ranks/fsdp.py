@@ -15,7 +15,6 @@ Names of files: verl, dinov2, fvcore, accelerate, torch_checkpointing."""
 
 import math
 import re
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -26,6 +25,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptfix.bytes.listing import list_folder, stamp_of
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import ContainerPath, path_name
 from ckptfix.core.facts import Fact, Kind, clause, clauses
@@ -59,11 +59,12 @@ from ckptfix.reading.weights.document import Document
 NAME = FSDP
 
 _DEPTH = 32
-_SETTLED = 2_000_000_000  # nanoseconds
 # Bytes of a file that contain the first tensors in its pickle, and the marks of tensors of ranks.
 _HEAD = 64 << 10
 _DTENSOR = "DTensor"
 _MARKS = (b"ShardedTensor", b"DTensor", b"shard_metadata")
+_ARCHIVE = b"PK"
+_MANY = 64  # files of one set, above which a file is read alone before it is read with the others
 # Prefixes of a trainer's files beside those of the model (verl, accelerate).
 _OPTIMIZERS = "optim"
 _BESIDE = (_OPTIMIZERS, "extra_state", "rng", "random", "scheduler", "lr_scheduler", "dataloader", "train_state")
@@ -94,18 +95,20 @@ _SetKey = tuple[str, int, str]  # identifies a set in a folder: stem, world and 
 
 def rank_sets(folder: Path) -> Mapping[_SetKey, RankSet]:
     """Return the sets of files in a folder that are numbered by rank, as far as their names say."""
-    changed, now = folder.stat().st_mtime_ns, time.time_ns()
-    # A folder that was changed just now may change again without a new modification time.
-    return _sets_of(folder, changed if now - changed > _SETTLED else now)
+    stamp = stamp_of(folder)
+    return _sets_of(folder) if stamp is None else _known_sets(folder, stamp)
 
 
 @lru_cache(maxsize=1)  # called for every file of a folder, of which there may be thousands
-def _sets_of(folder: Path, changed: int) -> Mapping[_SetKey, RankSet]:
+def _known_sets(folder: Path, stamp: int) -> Mapping[_SetKey, RankSet]:
+    return _sets_of(folder)
+
+
+def _sets_of(folder: Path) -> Mapping[_SetKey, RankSet]:
     found: dict[_SetKey, dict[int, Path]] = {}
     numbered = _names(folder)
-    for path in sorted(folder.iterdir()):
-        if (match := numbered.fullmatch(path.name)) and path.is_file():
-            add_rank(found.setdefault(_key(match), {}), int(match["rank"]), path)
+    for match in filter(None, map(numbered.fullmatch, list_folder(folder).files)):
+        add_rank(found.setdefault(_key(match), {}), int(match["rank"]), folder / match[0])
     return {key: RankSet(*key, dict(sorted(files.items()))) for key, files in found.items()}
 
 
@@ -123,12 +126,17 @@ def find(folder: Path) -> Path | None:
 
 
 def is_named(folder: Path) -> bool:
-    """Return whether the set of files that would be read has tensors of ranks, by the start of its first file."""
+    """Return whether the set of files that would be read has tensors of ranks, by the start of its first file, or by
+    its name if that file is no archive."""
     if (found := _chosen(folder)) is None:
         return False
-    with next(iter(found.files.values())).open("rb") as opened:
-        head = opened.read(_HEAD)
-    return any(mark in head for mark in _MARKS)
+    head = _head(next(iter(found.files.values())))
+    return any(mark in head for mark in _MARKS) or (found.world > 1 and not head.startswith(_ARCHIVE))
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(_HEAD)
 
 
 def document(files: RankFiles) -> Document | None:
@@ -139,10 +147,24 @@ def document(files: RankFiles) -> Document | None:
     found, models = sets.get(_key(named)) if named else None, _models(sets)
     is_all = found is None or (len(models) == 1 and (models[0] is found or found.stem.startswith(_OPTIMIZERS)))
     found = _chosen(files.folder) if is_all else found
-    made = None if found is None else _RankMerge(files, found).document()
-    if made is None or found is None or not is_all or found.stem.startswith(_BESIDE):
+    if found is None or (files.named is not None and len(found.files) > _MANY and _is_alone(files.named, found)):
+        return None
+    made = _RankMerge(files, found).document()
+    if made is None or not is_all or found.stem.startswith(_BESIDE):
         return made
     return _with_beside(made, _beside(files))
+
+
+def _is_alone(file: Path, ranks: RankSet) -> bool:
+    """Return whether a file has no tensors of ranks, whatever the others with such a name have: each of them may be
+    opened in turn, and then each would read all others."""
+    reading = RankFiles(file.parent, salvage=True)
+    root = reading.root(file)
+    if root is None:
+        return ranks.world < 2 and not any(mark in _head(file) for mark in _MARKS)
+    leaves = (leaf for _, leaf in _leaves(root, (), set()))
+    is_part = any(isinstance(leaf, Opaque) for leaf in leaves) or any(map(_is_dtensor, reading.names))
+    return not (is_part or fairscale.has_metadata(root))
 
 
 def _beside(files: RankFiles) -> Iterator[_Beside]:
@@ -359,7 +381,7 @@ class _RankMerge:
     @property
     def _are_whole(self) -> bool:
         """Whether all ranks have whole tensors of a mesh: HSDP with as many replicas as ranks."""
-        return any(name.endswith(f".{_DTENSOR}") for name in self.files.names)
+        return any(map(_is_dtensor, self.files.names))
 
     def _alike(self, alike: AlikeRanks, file: Path) -> AlikeRank | None:
         """Return a rank whose file equals another's except for its place; None otherwise."""
@@ -557,6 +579,10 @@ def _pieces(
     """Yield the parts of a tensor with their boxes."""
     yield from ((box, parts[0]) for box, parts in found.copies.items() if numel(box))
     yield from ((box, twin.part(twin.spread[path].parts[0][1])) for box, twin in twins)
+
+
+def _is_dtensor(name: str) -> bool:
+    return name.endswith(f".{_DTENSOR}")
 
 
 def _read(path: ContainerPath, leaf: Any, file: Path) -> Any:

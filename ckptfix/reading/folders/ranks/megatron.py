@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.files import small_text
 from ckptfix.bytes.limits import shown
+from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
@@ -106,10 +107,10 @@ def folder_of(file: Path) -> Path | None:
 def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
     """Return the file of each rank by the numbers in the name of its folder; empty if there are fewer than two."""
     found = {}
-    for child in folder.iterdir():
-        match = MEGATRON_RANK.fullmatch(child.name)
-        file = next((child / name for name in FILES if (child / name).is_file()), None) if match else None
-        if match and file is not None:
+    for match in filter(None, map(MEGATRON_RANK.fullmatch, list_folder(folder).folders)):
+        child = folder / match[0]
+        file = next((child / name for name in FILES if (child / name).is_file()), None)
+        if file is not None:
             found[tuple(int(number) for number in match.groups() if number is not None)] = file
     return dict(sorted(found.items())) if len(found) > 1 else {}
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptfix.bytes.listing import list_folder
 from ckptfix.core.facts import clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
@@ -53,7 +54,7 @@ def folder_of(file: Path) -> Path | None:
 
 
 def _has_layers(folder: Path) -> bool:
-    return any(PIPELINE_LAYER.fullmatch(path.name) for path in folder.iterdir())
+    return any(map(PIPELINE_LAYER.fullmatch, list_folder(folder).names))
 
 
 def document(files: RankFiles) -> Document:

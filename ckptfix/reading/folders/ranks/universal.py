@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ckptfix.bytes.listing import list_folder
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
@@ -45,21 +46,23 @@ def _above(file: Path) -> Path | None:
     """Return the folder of the checkpoint of which the file has a parameter or the optimizer's groups, if it has model
     states; None otherwise."""
     for place in (folder.parent for folder in file.parents[:2] if folder.name == PARAMETERS):
-        if _masters(place) and any(ZERO_MODEL.fullmatch(child.name) for child in place.iterdir()):
+        if _masters(place) and any(map(ZERO_MODEL.fullmatch, list_folder(place).names)):
             return place
     return None
 
 
 def _masters(folder: Path) -> bool:
     parameters = folder / PARAMETERS
-    return parameters.is_dir() and any((child / f"{MASTER}.pt").is_file() for child in parameters.iterdir())
+    return parameters.is_dir() and any(
+        (parameters / name / f"{MASTER}.pt").is_file() for name in list_folder(parameters).folders
+    )
 
 
 def document(files: RankFiles) -> Document:
     """Return the merged document: the container of the model states with whole weights."""
     # ckptfix writes them under two names, because the stages of ZeRO look for different ones.
-    names = ((file, ZERO_MODEL.fullmatch(file.name)) for file in sorted(files.folder.iterdir()))
-    found = {int(match[1] or 0): file for file, match in names if match and int(match[2]) == 0}
+    names = filter(None, map(ZERO_MODEL.fullmatch, sorted(list_folder(files.folder).names)))
+    found = {int(match[1] or 0): files.folder / match[0] for match in names if int(match[2]) == 0}
     states = zero.model_states(files, found)
     root = states[0]
     shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}
@@ -74,7 +77,7 @@ def document(files: RankFiles) -> Document:
         moments[name] = entries
     if lost := _lost_moments(moments):
         files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=lost, keys=0, nbytes=0, total=0))
-    folders = [child.name for child in (files.folder / PARAMETERS).iterdir() if child.is_dir()]
+    folders = list_folder(files.folder / PARAMETERS).folders
     if extra := [name for name in folders if name not in shapes and name not in root["module"]]:
         raise UnreadableError(
             f"{files.folder}: the model states do not name {first_names(extra)}; put the files of one save together"

@@ -33,6 +33,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
+from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind, clauses, in_copy
 from ckptfix.core.finding import counted
@@ -112,10 +113,10 @@ def beside(path: Path) -> Path | None:
 
 def _has_states(folder: Path) -> bool:
     models = 0
-    for path in folder.iterdir():
-        if ZERO_OPTIM.fullmatch(path.name) or ZERO_EXPERT.fullmatch(path.name):
+    for name in list_folder(folder).names:
+        if ZERO_OPTIM.fullmatch(name) or ZERO_EXPERT.fullmatch(name):
             return True
-        models += ZERO_MODEL.fullmatch(path.name) is not None
+        models += ZERO_MODEL.fullmatch(name) is not None
     return models > 1
 
 
