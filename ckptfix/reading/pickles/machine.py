@@ -429,7 +429,9 @@ def _is_armed(state: Any) -> bool:
     """Return whether a state replaces a method that the unpickler itself calls with a function."""
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     return any(
-        isinstance(part, dict) and any(isinstance(part.get(name), (Global, Opaque)) for name in _LOOKED_UP)
+        isinstance(part, dict)
+        and not _LOOKED_UP.isdisjoint(part)
+        and any(isinstance(part.get(name), (Global, Opaque)) for name in _LOOKED_UP)
         for part in parts
     )
 
