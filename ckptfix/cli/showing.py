@@ -112,12 +112,12 @@ def map(run: Run, a: str, b: str) -> int:
 
             write_output(python_code(found))
         else:
-            from ckptfix.maps.library import names as shipped
+            from ckptfix.maps.library import is_shipped
             from ckptfix.report.edits import map_lines
 
             console.write(map_lines(found))
             how = "write it to a file with --output-format json, and pass that to --rename-map"
-            if found.name in shipped():
+            if is_shipped(found.name):
                 how = f"--rename-map {found.name} (this map ships with ckptfix)"
             if not (found.rules or found.missing or found.unused):
                 console.note("no map is needed: both have the same layers")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,12 @@ from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import Opt, UsageError
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, converted, infer_tied
-from ckptfix.maps.library import look_up, of_rotary
+from ckptfix.maps.library import look_up
 from ckptfix.maps.matches import Inference
 from ckptfix.maps.trees import Label
 from ckptfix.modules.factory import target_of
 from ckptfix.modules.named import SCHEMES
+from ckptfix.reading.configs import head_sizes
 from ckptfix.reading.opening import Source, open_source
 from ckptfix.rules import FOR_NAMES
 from ckptfix.rules.layer_moves import proved
@@ -53,14 +54,15 @@ def infer_map(
     ``other_weights`` select a state_dict in a file. Wrappers such as ``module.`` are ignored, because a repair removes
     them first. ``prove`` runs both models, like ``source_model`` of a repair: with random weights and the ``input``,
     for at most ``timeout`` seconds. Raises ``UsageError`` if nothing matches."""
-    (all_ours, given, *_), (all_theirs, wanted, rotary, tied) = (
+    (all_ours, given, heads, _), (all_theirs, wanted, others, tied) = (
         _tensors(*side) for side in ((source, weights), (target, other_weights))
     )
     inference = converted(_shapes(all_ours, True), _shapes(all_theirs, True), (given, wanted))
     if inference is None:
         ours, theirs = _shapes(all_ours), _shapes(all_theirs)
-        known = of_rotary(ours, theirs, rotary, tied) or look_up(ours, theirs, tied)
-        inference = known or infer_tied(ours, theirs, tied)
+        heads |= others
+        known = look_up(ours, theirs, tied, heads) if heads else None
+        inference = known or look_up(ours, theirs, tied) or infer_tied(ours, theirs, tied)
     if not inference.matches:
         raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common, so no map can be inferred")
     proof = None
@@ -96,13 +98,15 @@ Specs = Mapping[str, Slot] | Mapping[str, TensorSpec]
 
 def _tensors(
     side: Any, weights: str | None
-) -> tuple[Specs, Converter | None, Collection[Shape], Mapping[str, tuple[str, ...]]]:
-    """Return the tensors of a side, and ``converts``, ``rotary`` and ``tie_of`` of its ``Target`` if it is a model."""
+) -> tuple[Specs, Converter | None, frozenset[int], Mapping[str, tuple[str, ...]]]:
+    """Return the tensors of a side, ``converts`` of its ``Target`` if it is a model, the sizes of its attention heads,
+    and the target's ``tie_of``."""
     if not _is_model(side):
         settings = Settings(select=FOR_NAMES, weights=weights, values=False)
-        return diagnose(open_source(side, settings), None, settings).result.specs, None, (), {}
+        result = diagnose(open_source(side, settings), None, settings).result
+        return result.specs, None, head_sizes(result), {}
     target = target_of(side, None)
-    return target.slots, target.converts, target.rotary, target.tie_of
+    return target.slots, target.converts, target.heads, target.tie_of
 
 
 def _shapes(specs: Specs, every: bool = False) -> Mapping[str, Shape]:

@@ -37,6 +37,10 @@ TRANSIENT: Mapping[str, str] = {
     **dict.fromkeys(("version", "version_tensor", "version_number"), "the version of the model's code, as in fairseq"),
 }
 
+# The frequencies of rotary embeddings in the files of Meta's Llama. timm's of this name are learned, but have more
+# dimensions.
+ROPE = "rope.freqs"
+
 # Modules whose tensors are states of a metric, alone or in a collection, and not what a layer has: `_wer.scores`,
 # `val_metrics.AUPRO.fpr_limit`.
 _METRICS = frozenset({"metrics", "wer", "cer", "bleu", "rouge", "accuracy", "auroc", "aupro", "miou"})
@@ -74,9 +78,16 @@ def is_transient(key: str, shape: tuple[int, ...]) -> bool:
     leaf = split_key(key)[1]
     if leaf in _MASKS:
         return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3] > 1
+    if leaf == "freqs":
+        return len(shape) < 2 and is_rope(key)
     if leaf in TRANSIENT or _OF_LAYERS.match(leaf):
         return leaf in TRANSIENT
     return any(part.lower().rpartition("_")[2].rstrip("0123456789") in _METRICS for part in key.split(".")[-3:-1])
+
+
+def is_rope(key: str) -> bool:
+    """Return whether a key is that of the frequencies of rotary embeddings in Meta's Llama."""
+    return key == ROPE or key.endswith(f".{ROPE}")
 
 
 def is_buffer_name(key: str, shape: tuple[int, ...]) -> bool:

@@ -57,7 +57,7 @@ class Target(Struct, frozen=True, dict=True):
     file. ``is_deferred`` says that this builds a model, which is not in memory yet.
     ``library`` is the package of the model's class. ``grids`` are the rows and columns of patches of the modules that
     take images, by path, and ``windows`` those of attention windows. ``resizes`` are the paths of modules that can
-    resize position embeddings. ``rotary`` are the shapes of the frequencies of rotary embeddings. ``vocabularies`` are
+    resize position embeddings. ``heads`` are the sizes of attention heads with rotary embeddings. ``vocabularies`` are
     the vocabulary sizes in the modules' configurations.
     ``remarks`` are lines worth reporting about how the target was built. ``loads`` tries a strict load of a checkpoint
     on a copy of the model, and returns the parameters that got values, or None if the load fails; it is None for a
@@ -79,7 +79,7 @@ class Target(Struct, frozen=True, dict=True):
     grids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     resizes: frozenset[str] = frozenset()
-    rotary: frozenset[tuple[int, ...]] = frozenset()
+    heads: frozenset[int] = frozenset()
     vocabularies: frozenset[int] = frozenset()
     remarks: tuple[str, ...] = ()
     loads: Callable[[Checkpoint], frozenset[str] | None] | None = None
@@ -138,7 +138,9 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         grids=_sizes(module, _grid),
         windows=_sizes(module, lambda child: _window(getattr(child, "window_size", None))),
         resizes=frozenset(path for path, child in module.named_modules() if _resizes(child)),
-        rotary=frozenset(tuple(value.shape) for key, value in transient.items() if key.endswith("inv_freq")),
+        heads=frozenset(
+            2 * len(value) for key, value in transient.items() if key.endswith("inv_freq") and value.ndim == 1
+        ),
         vocabularies=frozenset(
             size
             for child in module.modules()
@@ -305,7 +307,11 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
     )
 
 
-def target_from_checkpoint(checkpoint: Checkpoint, config: Mapping[str, object] = MappingProxyType({})) -> Target:
+def target_from_checkpoint(
+    checkpoint: Checkpoint,
+    config: Mapping[str, object] = MappingProxyType({}),
+    heads: frozenset[int] = frozenset(),
+) -> Target:
     """Return the target for a checkpoint that has to fit like ``checkpoint``, whose ``config.json`` is ``config``.
 
     Parameters and buffers are distinguished by what the file says, else by name and dtype."""
@@ -319,6 +325,7 @@ def target_from_checkpoint(checkpoint: Checkpoint, config: Mapping[str, object] 
         grids={}
         if (grid := grid_of_config(config, {k: spec.shape for k, spec in specs.items()})) is None
         else {"": grid},
+        heads=heads,
         reference=checkpoint,
     )
 

@@ -23,7 +23,7 @@ from ckptfix.core.wording import nearest
 from ckptfix.errors import CkptfixError, Opt, TargetError, UsageError
 from ckptfix.modules.lightning import PREFIX, build_class, remarks_on
 from ckptfix.modules.named import SCHEMES, Name, named_builder
-from ckptfix.reading.configs import model_config
+from ckptfix.reading.configs import head_sizes, model_config
 from ckptfix.reading.opening import open_file
 
 ModelArguments = Mapping[str, Any] | Sequence[Any]  # the value of `--model-args`: keyword or positional arguments
@@ -47,7 +47,7 @@ def target_of(
 
         return known_target(text.removeprefix(KNOWN))
     reference = open_file(text)
-    return target_from_checkpoint(reference, model_config(reference))
+    return target_from_checkpoint(reference, model_config(reference), head_sizes(reference))
 
 
 def target_from_factory(spec: str, arguments: ModelArguments = (), seed: int = 0) -> Target:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptfix.bytes.files import small_text
 from ckptfix.bytes.sources import Content
+from ckptfix.core.buffers import is_rope, is_transient
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.errors import AdapterError, HostileError, UnreadableError
 
@@ -32,14 +33,33 @@ def config_beside(path: str, *names: str) -> Mapping[str, Any] | None:
     return read_config(file) if file is not None else None
 
 
-def model_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the ``config.json`` beside a file; empty if it is missing or unreadable."""
+def model_config(checkpoint: Checkpoint, name: str = "config.json") -> Mapping[str, Any]:
+    """Return the configuration of the model beside a file; empty if it is missing or unreadable."""
     if checkpoint.format == IN_MEMORY:
         return {}
     try:
-        return config_beside(checkpoint.path, "config.json") or {}
+        return config_beside(checkpoint.path, name) or {}
     except (AdapterError, UnreadableError, HostileError):
         return {}
+
+
+# The size of the whole, and the number of attention heads, in configurations of transformers and of Meta's Llama.
+_HEADS = {"config.json": ("hidden_size", "num_attention_heads"), "params.json": ("dim", "n_heads")}
+
+
+def head_sizes(checkpoint: Checkpoint) -> frozenset[int]:
+    """Return the sizes of attention heads that a file or a configuration beside it gives, more than one if they
+    contradict each other: Meta's ``rope.freqs`` has an element for each two of a head."""
+    found = {
+        2 * spec.shape[0] for key, spec in checkpoint.specs.items() if is_rope(key) and is_transient(key, spec.shape)
+    }
+    for file, names in _HEADS.items():
+        config = model_config(checkpoint, file)
+        size, whole, number = (config.get(name) for name in ("head_dim", *names))
+        if size is None and type(whole) is int and type(number) is int and number > 0:
+            size = whole // number
+        found |= {size} if type(size) is int else set()
+    return frozenset(size for size in found if 0 < size < 1 << 16 and size % 2 == 0)
 
 
 def read_config(file: Path) -> Mapping[str, Any]:

@@ -20,8 +20,10 @@ Safe, with one exception:
 - InstanceNorm statistics are dropped only if the file is older than 0.4.0, because evaluation did not use them then.
 
 Unsafe, with a warning, if the target computes different values for a float buffer such as `inv_freq`. The model may
-then be configured differently (base or scaling of its rotary embedding) and give different results. Masks, counters and
-indices are not compared, and nothing is compared with `--no-values`, or if the model has more than 4 GB of weights.
+then be configured differently (base or scaling of its rotary embedding) and give different results. `rope.freqs` of
+Meta's Llama is compared with the `inv_freq` of a model of transformers; without a model, its values have to be powers
+of one number. Masks, counters and indices are not compared, and nothing is compared with `--no-values`, or if the model
+has more than 4 GB of weights.
 
 ## Example
     ckptfix repair bert.bin --model my_models:bert
@@ -36,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptfix.core.buffers import NUM_BATCHES_TRACKED, TRANSIENT, is_transient, split_key
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, TRANSIENT, is_rope, is_transient, split_key
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Drop, Fill
@@ -44,6 +46,7 @@ from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, Target
+from ckptfix.maps.doubts import is_metas
 from ckptfix.rules.rule import AFFORDABLE, Context, Rule
 
 # The known transient buffers whose values depend on more than a size.
@@ -63,7 +66,11 @@ def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[F
 
     if stale := [Drop(key) for key in checkpoint.specs if _is_stale_instance_norm(key, checkpoint, target)]:
         yield safe(stale, "running statistic", "that InstanceNorm tracked only before torch 0.4.0")
-    extra = [key for key in checkpoint.specs if is_superfluous(key, checkpoint, target)]
+    # The size of Meta's frequencies is that of a head, which decides the order of the rows in its layers.
+    is_unmoved = is_metas(checkpoint.entries) and not is_metas(target.slots)
+    extra = [
+        key for key in checkpoint.specs if is_superfluous(key, checkpoint, target) and not (is_unmoved and is_rope(key))
+    ]
     if different := _different(extra, context, target):
         extra = [key for key in extra if key not in different]
         yield rule.finding(
@@ -107,8 +114,13 @@ def _different(extra: list[str], context: Context, target: Target) -> dict[str, 
     """Return the superfluous buffers whose values differ from the model's own, with the largest difference of each.
 
     The tolerance is at least 1e-3, because the cosine of a large angle depends on the device that computed it."""
-    comparable = [key for key in extra if key in target.transient and _is_computed(key, context.checkpoint.specs[key])]
-    if not comparable or not context.settings.values or target.nbytes > AFFORDABLE:
+    comparable = [
+        key
+        for key in extra
+        if (key in target.transient or is_rope(key)) and _is_computed(key, context.checkpoint.specs[key])
+    ]
+    is_large = target.initial is not None and target.nbytes > AFFORDABLE
+    if not comparable or not context.settings.values or is_large:
         return {}
     from ckptfix.bytes.checksums import is_sound  # imported late: only this reads values
 
@@ -117,21 +129,33 @@ def _different(extra: list[str], context: Context, target: Target) -> dict[str, 
     comparable = [key for key in comparable if all(map(is_sound, specs[key].storages))]
     different = {}
     for key in comparable:
-        own = context.initial.get(key)
+        stored = context.checkpoint.read(key).detach().cpu()
+        own = _frequencies(stored, context, target) if is_rope(key) else context.initial.get(key)
         if own is None or own.shape != specs[key].shape or not own.is_floating_point() or not own.numel():
             continue
-        stored = context.checkpoint.read(key).detach().cpu()
         tolerance = max(1e-3, 4 * torch.finfo(stored.dtype).eps, 4 * torch.finfo(own.dtype).eps)
         if not torch.allclose(stored.double(), own.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
             different[key] = float((stored.double() - own.double()).abs().max())
     return different
 
 
+def _frequencies(stored: torch.Tensor, context: Context, target: Target) -> torch.Tensor:
+    """Return the model's frequencies in place of Meta's ``rope.freqs``; without a model, the powers of one number that
+    end like the stored ones."""
+    for key in target.transient:
+        if key.endswith("inv_freq") and key in context.initial and context.initial[key].shape == stored.shape:
+            return context.initial[key]
+    last = max(len(stored) - 1, 1)
+    return (stored[-1].double() ** (1 / last)) ** torch.arange(len(stored))
+
+
 def _is_computed(key: str, spec: TensorSpec) -> bool:
     """Return whether a buffer's values follow from the configuration and matter: floats, no mask or counter."""
     leaf = split_key(key)[1]
     is_dense_float = DTYPES[spec.dtype].is_float and DTYPES[spec.dtype].packed == 1 and spec.storage is not None
-    return is_dense_float and "mask" not in leaf and (leaf in _ROTARY or not is_transient(key, spec.shape))
+    return (
+        is_dense_float and "mask" not in leaf and (leaf in _ROTARY or is_rope(key) or not is_transient(key, spec.shape))
+    )
 
 
 def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) -> bool:

@@ -63,7 +63,7 @@ from msgspec.structs import asdict, replace
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.coverage import obstacles
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.finding import MODEL, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import MODEL, Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, advise, counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.parts import Part, Shape, Shapes, full, used_in_full
 from ckptfix.core.smoke_result import Equivalence
@@ -73,9 +73,10 @@ from ckptfix.errors import CkptfixError
 from ckptfix.maps.doubts import is_metas
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, converted, infer_tied, is_in_order, spelled
-from ckptfix.maps.library import look_up, of_rotary
+from ckptfix.maps.library import head_of, look_up, sized_maps
 from ckptfix.maps.matches import Inference, Match
 from ckptfix.maps.trees import LARGE, Label
+from ckptfix.reading.configs import head_sizes
 from ckptfix.reading.weights.prefixed_sets import sets_of
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
 from ckptfix.rules.fil101_several_state_dicts import choice
@@ -120,9 +121,10 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         values = _values(checkpoint, target.reference, source, wanted)
     converters = source_model.converts if source_model is not None else None, target.converts
     known = converted(*_everything(checkpoint, target), converters)
+    heads = target.heads | head_sizes(checkpoint)
     inference = (
         (_completed(known, target.tie_of) if known is not None else None)
-        or (of_rotary(source, wanted, target.rotary, target.tie_of) if target.rotary else None)
+        or (look_up(source, wanted, target.tie_of, heads) if heads else None)
         or _explained(source, wanted, target.tie_of, values)
     )
     if inference is None:
@@ -152,7 +154,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             keys=proof.unobservable,
         )
     if ambiguous:
-        yield _ambiguous_finding(rule, inference, ambiguous, elsewhere, rivals or sets_of(checkpoint.specs))
+        yield _ambiguous_finding(rule, inference, ambiguous, elsewhere, rivals or sets_of(checkpoint.specs), heads)
 
 
 def _sides(context: Context, target: Target) -> tuple[dict[str, Shape], dict[str, Shape]]:
@@ -204,6 +206,10 @@ def _map_finding(
     is_safe = is_certain and ((is_whole and is_much) or is_known)
     is_refuted = proof is not None and proof.is_refuted
     first = PROOF[0]
+    if left := len(moves) - len(applied):
+        first = Remedy.of(
+            f"applies the map to these keys, but not to the {counted(left, 'ambiguous key')}", rename_layers=True
+        )
     taken = {part.source for move in moves.values() for part in move.parts}
     rest = context.checkpoint.entries.keys() - taken - target.slots.keys() - target.entries
     if rest and not missing and len(applied) == len(moves):
@@ -237,9 +243,15 @@ def _map_finding(
 
 
 def _ambiguous_finding(
-    rule: Rule, inference: Inference, ambiguous: Moves, elsewhere: str, sets: Sequence[str]
+    rule: Rule,
+    inference: Inference,
+    ambiguous: Moves,
+    elsewhere: str,
+    sets: Sequence[str],
+    heads: Collection[int],
 ) -> Finding:
-    """Return the finding for the keys that several sources fit; ``sets`` are the sets of weights to choose from."""
+    """Return the finding for the keys that several sources fit; ``sets`` are the sets of weights to choose from, and
+    ``heads`` the sizes that both sides give attention heads."""
     are_fused = all(
         len(move.parts) > 1 or move.parts[0].box != full(inference.source[move.parts[0].source])
         for move in ambiguous.values()
@@ -248,6 +260,11 @@ def _ambiguous_finding(
     why = "split or fused with an unknown order of rows" if are_fused else "that fit several layers of the file"
     if are_turned:
         why = "with names of Meta's Llama, whose rotary embeddings order the rows of a head differently"
+    sized = sized_maps(inference.source, inference.target) if are_turned and not heads else []
+    of_llama = [
+        Remedy.of("moves them if it is a Llama; N is the size of a head: dim / n_heads", rename_map=Placeholder(name))
+        for name in sized
+    ]
     fitting_layers = {
         key: list(dict.fromkeys((*(part.source for part in move.parts), *move.alternatives)))
         for key, move in ambiguous.items()
@@ -258,17 +275,28 @@ def _ambiguous_finding(
         keys=ambiguous,
         evidence={"alternatives": fitting_layers},
         blocks=Blocks.FILLING,
-        remedies=tuple(Remedy.of("applies this shipped map", rename_map=each.name) for each in inference.maps)
+        remedies=tuple(Remedy.of(_why(each.name), rename_map=each.name) for each in inference.maps)
         or choice(sets)
+        or tuple(of_llama)
         or advise(
-            "if the rows of queries and keys are in another order, their rules need a step like"
-            " `(h d t) ... -> (h t d) ... with d=64 t=2` in the map from ckptfix map FILE REFERENCE --output-format "
-            "json, for --rename-map"
+            "if the rows of queries and keys are in another order, their rules need a step like "
+            f"`(h d t) ... -> (h t d) ... with d={_half(heads)} t=2` (d is half the size of a head) in the map from "
+            "ckptfix map FILE REFERENCE --output-format json, for --rename-map"
             if are_turned
             else "the names do not say which is which: choose in the map from ckptfix map FILE REFERENCE "
             "--output-format json, and pass it with --rename-map"
         ),
     )
+
+
+def _why(name: str) -> str:
+    """Return what a shipped map is for."""
+    return f"applies this map, if a head has {size} elements" if (size := head_of(name)) else "applies this shipped map"
+
+
+def _half(heads: Collection[int]) -> str:
+    """Return half the size of a head as text."""
+    return str(min(heads) // 2) if len(heads) == 1 else "…"
 
 
 def _rival_sets(moves: Moves, inference: Inference) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 All weights are random, or an exchange of two layers would not be seen."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -511,7 +512,7 @@ def torchtune(state: State) -> State:
 
 
 @proves("meta-llama-64_transformers", "meta-llama-128_transformers")
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 256])
 def test_llama_permutes_the_rows_of_query_and_key(size: int):
     state = llama(size)
     done = moved(state, f"meta-llama-{size}_transformers")
@@ -525,7 +526,7 @@ def test_llama_permutes_the_rows_of_query_and_key(size: int):
 
 
 @proves("torchtune-64_transformers", "torchtune-128_transformers")
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 80, 128])
 def test_torchtune_has_the_rows_of_metas_llama(size: int):
     state = llama(size)
     done = moved(torchtune(state), f"torchtune-{size}_transformers")
@@ -553,10 +554,8 @@ def test_maps_that_depend_on_the_size_of_a_head(tmp_path: Path):
     state = llama(128)
     target = moved(state, "meta-llama-128_transformers")
     torch.save({key: torch.zeros_like(value) for key, value in target.items()}, tmp_path / "like.pth")
-    done, report = repair_state_dict(
-        {**state, "rope.freqs": torch.ones(64)}, like=tmp_path / "like.pth", rename_layers=True, values=False
-    )
-    del done["rope.freqs"]
+    done, report = repair_state_dict({**state, "rope.freqs": torch.ones(64)}, like=tmp_path / "like.pth", values=False)
+    assert report.exit_code == 0
     assert_equal(done, target)
     done, report = repair_state_dict(state, like=tmp_path / "like.pth", rename_layers=True, values=False)
     assert report.exit_code == 1
@@ -567,6 +566,56 @@ def test_maps_that_depend_on_the_size_of_a_head(tmp_path: Path):
     done, report = repair_state_dict(state, like=tmp_path / "like.pth", rename_map=str(maps[0]), values=False)
     assert report.exit_code == 0
     assert_equal(done, target)
+
+
+def remedies(report: ckptfix.Report) -> dict[str, object]:
+    options = [option for finding in report.findings for remedy in finding.remedies for option in remedy.options]
+    return dict(options)
+
+
+@pytest.mark.parametrize("is_back", [False, True], ids=["forth", "back"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("params.json", {"dim": 256, "n_heads": 2, "head_dim": 80}),
+        ("params.json", {"dim": 160, "n_heads": 2}),
+        ("config.json", {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 80}),
+    ],
+    ids=["head_dim", "n_heads", "transformers"],
+)
+def test_a_configuration_says_the_size_of_a_head(tmp_path: Path, name: str, sizes: dict[str, int], is_back: bool):
+    state = llama(80)
+    sides = [state, moved(state, "meta-llama-80_transformers")]
+    ours, theirs = reversed(sides) if is_back else sides
+    for folder, side in (("ours", ours), ("theirs", {key: torch.zeros_like(value) for key, value in theirs.items()})):
+        (tmp_path / folder).mkdir()
+        torch.save(side, tmp_path / folder / "model.pth")
+    files = (tmp_path / "ours" / "model.pth", tmp_path / "theirs" / "model.pth")
+    unknown = ckptfix.check(files[0], like=files[1], values=False)
+    assert str(remedies(unknown)["rename_map"]) == "meta-llama-N_transformers"
+    for folder in ("ours", "theirs"):
+        (tmp_path / folder / name).write_text(json.dumps(sizes))
+        done = ckptfix.repair(files[0], like=files[1], output=tmp_path / f"{folder}.pth", values=False)
+        assert done.report.exit_code == 0
+        assert_equal(torch.load(tmp_path / f"{folder}.pth", weights_only=True), theirs)
+        (tmp_path / folder / name).unlink()
+
+
+def test_two_sizes_of_a_head_are_a_contradiction(tmp_path: Path):
+    state = llama(128)
+    torch.save(moved(state, "meta-llama-128_transformers"), tmp_path / "like.pth")
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64}))
+    done, report = repair_state_dict({**state, "rope.freqs": torch.ones(64)}, like=tmp_path / "like.pth", values=False)
+    assert report.exit_code == 1
+    assert not any("q_proj" in key or "k_proj" in key for key in done)
+
+
+@pytest.mark.parametrize(
+    "name", ["meta-llama-81_transformers", "meta-llama-N_transformers", "meta-llama-HEAD_transformers"]
+)
+def test_there_is_no_map_for_such_a_head(name: str):
+    with pytest.raises(ckptfix.UsageError, match="did you mean the map"):
+        ckptfix.check({"a": torch.ones(1)}, rename_map=name)
 
 
 @pytest.mark.slow

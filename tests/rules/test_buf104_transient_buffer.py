@@ -141,6 +141,51 @@ def test_values_that_differ_from_the_model_are_dropped_only_on_request(stored):
     model.load_state_dict(repaired(transient_buffer, state, model), strict=True)
 
 
+class Rotary(nn.Module):
+    """A model with the frequencies of rotary embeddings as in transformers."""
+
+    def __init__(self, frequencies: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.model = nn.Module()
+        self.model.rotary_emb = Embeddings("inv_freq", frequencies, persistent=False)
+        del self.model.rotary_emb.weight
+
+
+LIKE = target_from_checkpoint(open_state_dict(Embeddings().state_dict()))
+POWERS = 500000 ** (-torch.arange(0, 64, 2) / 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key", ["rope.freqs", "model.rope.freqs"])
+@pytest.mark.parametrize("target", [Rotary(POWERS), LIKE, Embeddings()], ids=["transformers", "file", "other model"])
+def test_metas_frequencies_are_dropped_if_the_model_computes_them(target, key, dtype):
+    (finding,) = propose(transient_buffer, {**Embeddings().state_dict(), key: POWERS.to(dtype)}, target)
+    assert finding.keys == (key,)
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.SAFE
+
+
+@pytest.mark.parametrize(
+    ("stored", "target"),
+    [
+        pytest.param(POWERS, Rotary(10000 ** (-torch.arange(0, 64, 2) / 64)), id="the model has another base"),
+        pytest.param(torch.linspace(1, 0.001, 32), LIKE, id="not powers of a number"),
+        pytest.param(-POWERS, LIKE, id="negative"),
+        pytest.param(torch.full((32,), float("nan")), LIKE, id="no numbers"),
+    ],
+)
+def test_other_frequencies_are_dropped_only_on_request(stored, target):
+    (finding,) = propose(transient_buffer, {**Embeddings().state_dict(), "rope.freqs": stored}, target)
+    assert finding.fix is not None
+    assert (finding.level, finding.fix.applicability) == (Level.WARNING, Applicability.UNSAFE)
+
+
+def test_learned_frequencies_of_several_layers_are_kept():
+    """timm's EVA has parameters with this name."""
+    assert not propose(transient_buffer, {**Embeddings().state_dict(), "rope.freqs": torch.rand(2, 3, 8)}, LIKE)
+
+
 def test_with_no_values_a_buffer_is_dropped_without_a_comparison():
     model = Embeddings("inv_freq", FREQUENCIES, persistent=False)
     _, report = ckptfix.repair_state_dict(state_of("inv_freq", IDS[0].float()), model, values=False)

@@ -1,10 +1,12 @@
 """The maps that ship with ckptfix, one file each; ``tests/maps/test_library.py`` proves them against the libraries.
 
 A file is named for its two sides: ``timm-vit_transformers`` maps timm's names to those of transformers. Every map is
-applied in reverse too."""
+applied in reverse too. A file with HEAD in its name is a map for each size of attention heads, which HEAD stands for;
+HALF is half of it."""
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +15,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, Shape, Shapes
+from ckptfix.core.buffers import ROPE
+from ckptfix.core.parts import Part, Shapes
 from ckptfix.core.rename_map import MapRule, RenameMap, read_map
 from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, PlanError, UsageError
@@ -56,20 +59,59 @@ _KEPT = {
 }
 
 
-def names() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.json"))
+HEAD, HALF = "HEAD", "HALF"
+USUAL_HEADS = (128, 64)  # the sizes of attention heads to consider if nothing says the size
+_SIZED = re.compile(r"(.+-)([1-9]\d{0,4})(_.+)")
+
+
+def names(heads: Collection[int] = USUAL_HEADS) -> list[str]:
+    """Return the names of the maps; those that depend on the size of attention heads are listed for these sizes."""
+    return [
+        name
+        for stem in sorted(path.stem for path in FOLDER.glob("*.json"))
+        for name in ([stem.replace(HEAD, str(size)) for size in heads] if HEAD in stem else [stem])
+    ]
+
+
+def is_shipped(name: str) -> bool:
+    return HEAD not in name and _file_of(name)[0].is_file()
+
+
+def head_of(name: str) -> int:
+    """Return the size of attention heads that a shipped map is for, 0 if it is for every size."""
+    return _file_of(name)[1]
+
+
+def sized_maps(source: Shapes, target: Shapes) -> list[str]:
+    """Return the names of the maps between these sides that need the size of attention heads, with N for it."""
+    found = []
+    for stem in sorted(path.stem for path in FOLDER.glob(f"*{HEAD}*.json")):
+        forth, back, *_ = _directions(stem.replace(HEAD, str(USUAL_HEADS[0])))
+        if any(_is_for(*one, source) and _is_for(*two, target) for one, two in ((forth, back), (back, forth))):
+            found.append(stem.replace(HEAD, "N"))
+    return found
+
+
+def _file_of(name: str) -> tuple[Path, int]:
+    """Return the file of a map, and the size of attention heads that the map is for, 0 if it is for every size."""
+    if (sized := _SIZED.fullmatch(name)) and int(sized[2]) % 2 == 0:
+        file = FOLDER / f"{sized[1]}{HEAD}{sized[3]}.json"
+        if file.is_file():
+            return file, int(sized[2])
+    return FOLDER / f"{name}.json", 0
 
 
 @lru_cache
 def shipped(name: str) -> RenameMap:
-    return RenameMap.from_json(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")), name)
+    file, head = _file_of(name)
+    return RenameMap.from_json(json.loads(file.read_text(encoding="utf-8").replace(HALF, str(head // 2))), name)
 
 
 def named_map(path: str | os.PathLike[str]) -> RenameMap:
     """Return the map in a file, or the shipped map of this name. Raises ``UsageError`` if neither exists."""
     name = Path(path).name  # a configuration file turns the name into a path
     if not Path(path).exists():
-        if name in names():
+        if is_shipped(name):
             return shipped(name)
         if close := nearest(name, names()):
             raise UsageError(Opt("rename_map", name), f": there is no such file; did you mean the map {close}?")
@@ -100,8 +142,8 @@ def _forms(name: str) -> tuple[tuple[RenameMap, tuple[ParsedRule, ...]], ...]:
 
 def fitting(rename_map: RenameMap, source: Shapes, target: Shapes) -> RenameMap:
     """Return the form of a shipped map that fits a file and a target, any other map unchanged."""
-    is_shipped = rename_map.name in names() and rename_map == shipped(rename_map.name)
-    for each, lines in _forms(rename_map.name) if is_shipped else ():
+    is_ours = is_shipped(rename_map.name) and rename_map == shipped(rename_map.name)
+    for each, lines in _forms(rename_map.name) if is_ours else ():
         if _is_for(each, lines, source):
             with suppress(PlanError):
                 resolve(each, source, target)
@@ -109,19 +151,22 @@ def fitting(rename_map: RenameMap, source: Shapes, target: Shapes) -> RenameMap:
     return rename_map
 
 
-def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Inference | None:
+def look_up(
+    source: Shapes, target: Shapes, tied: Collection[str] = (), heads: Collection[int] = ()
+) -> Inference | None:
     """Return the match by the shipped maps that fit both sides, None if none does; keys on which they differ are
     ambiguous.
 
-    ``tied`` are keys of the target that need no source, because they are tied to a key with one. Prefixes that most
-    keys of the source have (``backbone.``, ``model.encoder.``) are skipped."""
+    ``tied`` are keys of the target that need no source, because they are tied to a key with one. ``heads`` are the
+    sizes of attention heads that the two sides give; only the maps that depend on them are then tried. Prefixes that
+    most keys of the source have (``backbone.``, ``model.encoder.``) are skipped."""
     front, below = "", source
-    while (known := _explaining(below, target, tied)) is None:
-        heads = Counter(key.partition(".")[0] for key in below if "." in key)
-        ((head, number),) = heads.most_common(1) or [("", 0)]
+    while (known := _explaining(below, target, tied, heads)) is None:
+        firsts = Counter(key.partition(".")[0] for key in below if "." in key)
+        ((first, number),) = firsts.most_common(1) or [("", 0)]
         if 2 * number <= len(source):
             return None
-        front += f"{head}."
+        front += f"{first}."
         below = {key.removeprefix(front): shape for key, shape in source.items() if key.startswith(front)}
     if not front:
         return known
@@ -132,11 +177,12 @@ def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Infer
     return Inference(matches, dict(source), known.target)  # without the maps, which lack the prefix
 
 
-def _explaining(source: Shapes, target: Shapes, tied: Collection[str]) -> Inference | None:
+def _explaining(source: Shapes, target: Shapes, tied: Collection[str], heads: Collection[int]) -> Inference | None:
     """Return the match by the shipped maps for a source without a prefix."""
-    found = list(_fitting(source, target, tied))
-    # Two maps may differ in what a file does not say, such as the size of Llama's heads.
-    is_sure = [not shapes or any(key in source for key, _ in shapes) for shapes in (each.shapes for each, _ in found)]
+    tried = [name for name in names(heads) if head_of(name)] if heads else names()
+    found = list(_fitting(source, target, tied, tried))
+    # Without the size of the heads, one map that fits proves nothing: heads of another size fit as well.
+    is_sure = [len(heads) == 1 or not head_of(each.name) for each, _ in found]
     if any(is_sure):
         found = [each for each, sure in zip(found, is_sure, strict=True) if sure]
     elif len(found) < 2:
@@ -146,7 +192,8 @@ def _explaining(source: Shapes, target: Shapes, tied: Collection[str]) -> Infere
 
 def aliases(source: Shapes) -> Iterator[tuple[str, Move]]:
     """Yield the tensors of a file under the names and in the layout of another library, by each shipped map."""
-    for name in names():
+    heads = [2 * source[ROPE][0]] if len(source.get(ROPE, ())) == 1 else USUAL_HEADS
+    for name in names(heads):
         for rename_map, lines in _directions(name):
             if _is_for(rename_map, lines, source):
                 with suppress(PlanError):  # it needs a target
@@ -162,15 +209,9 @@ def _is_for(rename_map: RenameMap, lines: Iterable[ParsedRule], source: Shapes) 
 
 def each_of(inference: Inference, tied: Collection[str]) -> Iterator[Inference]:
     """Yield the match by each of several shipped maps separately."""
-    for found in _fitting(inference.source, inference.target, tied) if len(inference.maps) > 1 else ():
+    tried = [each.name for each in inference.maps] if len(inference.maps) > 1 else []
+    for found in _fitting(inference.source, inference.target, tied, tried):
         yield _inference_of([found], inference.source, inference.target)
-
-
-def of_rotary(source: Shapes, target: Shapes, rotary: Collection[Shape], tied: Collection[str]) -> Inference | None:
-    """Return the match by the only shipped map that fits both sides and is for rotary embeddings of these shapes, None
-    if there is not exactly one."""
-    found = [each for each in _fitting(source, target, tied) if {shape for _, shape in each[0].shapes} & {*rotary}]
-    return _inference_of(found, source, target) if len(found) == 1 else None
 
 
 def _inference_of(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source: Shapes, target: Shapes) -> Inference:
@@ -188,10 +229,14 @@ def _inference_of(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source:
     return Inference(matches, dict(source), dict(target), tuple(rename_map for rename_map, _ in found))
 
 
-def _fitting(source: Shapes, target: Shapes, tied: Collection[str]) -> Iterator[tuple[RenameMap, dict[str, Move]]]:
-    """Yield the maps that fit both sides: they move a tensor to every key of the target, or it is there already."""
+def _fitting(
+    source: Shapes, target: Shapes, tied: Collection[str], tried: Iterable[str]
+) -> Iterator[tuple[RenameMap, dict[str, Move]]]:
+    """Yield those of the maps that fit both sides: they move a tensor to every key of the target, or it is there
+    already. Meta's frequencies need no source, because they are computed."""
     kept = {key for key, shape in target.items() if source.get(key) == shape}
-    for name in names():
+    target = {key: shape for key, shape in target.items() if key != ROPE}
+    for name in tried:
         for rename_map, lines in _forms(name):
             if _is_for(rename_map, lines, source):
                 try:
