@@ -18,7 +18,7 @@ from ckptfix.cli.program import Argument, Run
 from ckptfix.core.finding import Blocks
 from ckptfix.core.option import CHECK
 from ckptfix.core.options import flag_text, library_settings, option_words
-from ckptfix.errors import Opt, UsageError
+from ckptfix.errors import CkptfixError, Opt, UsageError
 
 if TYPE_CHECKING:
     from ckptfix.core.report import Report
@@ -56,8 +56,10 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
         from ckptfix.explain.format import (
             concise_lines,
             full_lines,
+            is_one_rank,
             merge_command,
             reading_code,
+            salvage_command,
             to_json,
             unknown_lines,
             verdict_lines,
@@ -71,8 +73,8 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
             option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices}),
             is_folder=is_folder,
         )
-        if isinstance(report, str):
-            subject = replace(subject, code="")
+        if isinstance(report, CkptfixError):
+            subject = replace(subject, code="", is_unreadable=True, salvaging=salvage_command(report, file or ""))
         elif report is not None and file is not None:
             which = {name: choices[name] for name in ("weights", "member") if name in choices}
             subject = replace(
@@ -80,13 +82,14 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
                 code=reading_code(report, file, which),
                 entries=_entries(file, which),
                 merging=merge_command(report, choices),
+                is_rank=is_one_rank(report),
                 keeps_weights=any(Blocks.FILLING in finding.blocks for finding in report.findings),
             )
         explanation = explain_text(given, subject)
         close = nearest(given) if explanation is None else None
         verdict: Verdict | None = None
-        if isinstance(report, str):
-            verdict = Verdict(report)
+        if isinstance(report, CkptfixError):
+            verdict = Verdict(f"it cannot be read: {report.worded(flag_text)}")
         elif report is not None:
             verdict = judge(explanation, report, Presentation(CHECK, console.verbose, choices))
         if form == "json":
@@ -103,8 +106,8 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
         return 0 if explanation is not None else UNKNOWN
 
 
-def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report | str:
-    """Return the report on the file, or a sentence that says why it is unreadable. Raises ``UsageError`` if missing."""
+def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report | CkptfixError:
+    """Return the report on the file, or the error if it is unreadable. Raises ``UsageError`` if it is missing."""
     import ckptfix
 
     if not Path(file).exists():
@@ -113,7 +116,7 @@ def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report |
     try:
         return ckptfix.check(file, **library_settings(choices, CHECK))
     except (ckptfix.UnreadableError, ckptfix.HostileError) as error:
-        return f"it cannot be read: {error.worded(flag_text)}"
+        return error
 
 
 def _entries(file: str, which: Mapping[str, Any]) -> frozenset[str]:

@@ -29,14 +29,18 @@ Cause = tuple[str, tuple[str, ...]]  # a sentence, and the keys that it is about
 class MessageContext(Struct, frozen=True):
     """What is known besides the text: the file or folder, the flags that name its model, as words, the file's entries,
     the Python expression for its state_dict, empty for a file that cannot be read, the command that merges the files of
-    a training run, empty unless it is a folder of them, and whether its weights must not be replaced by untrained
-    ones."""
+    a training run, empty unless it is a folder of them, the command that saves the intact part of a file that cannot be
+    read, whether it cannot be read, whether it is one rank's part, and whether its weights must not be replaced by
+    untrained ones."""
 
     file: str | None = None
     model: tuple[str, ...] = ()
     code: str | None = None
     entries: frozenset[str] = frozenset()
     merging: str = ""
+    salvaging: str = ""
+    is_unreadable: bool = False
+    is_rank: bool = False
     is_folder: bool = False
     keeps_weights: bool = False
 
@@ -55,6 +59,8 @@ def filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject
         command = each.command
         if subject.keeps_weights and "--fill target" in command:
             continue
+        if subject.is_unreadable and command.startswith("ckptfix repair ") and "--salvage" not in command:
+            continue  # it would fail with the error that the report on the file shows
         if subject.is_folder:
             command = re.sub(r"\bFOLDER\b", "{FILE}", command)
         if subject.model:

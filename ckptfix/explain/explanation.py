@@ -97,6 +97,11 @@ def _load() -> tuple[KnownMessage, ...]:
 RECORDS = _load()  # Every known message. A message matches one of them, not counting the general ones.
 
 
+_OF_RANK = "The file holds one rank's part of each weight, and the rest is in the files of the other ranks."
+_MERGE = Advice(
+    "puts the files of all ranks together, as the training left them in one folder",
+    command="ckptfix repair FOLDER -o model.pth",
+)
 _SPREAD = (
     "The folder is a checkpoint of a distributed training. The weights are spread over its files, which only the"
     " framework that saved them loads as they are."
@@ -212,7 +217,16 @@ def _explanation(
         # The keys and shapes in the message are one rank's, and say nothing of the whole.
         own_causes = ((_SPREAD, ()),)
         merge = Advice("puts them together into one file", command=subject.merging)
-        advice = (merge, *(each for each in record.advice if each.code))
+        own = [each for each in record.advice if each.code or each.command.startswith("ckptfix repair FOLDER --")]
+        advice = (*own, merge) if own and own[0].command else (merge, *own)
+    elif subject.is_rank and _is_about_loading(record.about_file, record.codes):
+        own_causes = ((_OF_RANK, ()), *own_causes)
+        advice = (_MERGE, *(each for each in advice if each.command != _MERGE.command))
+    if subject.salvaging and not any("--salvage" in each.command for each in advice):
+        advice = (
+            *advice,
+            Advice("writes the tensors that are whole", command=subject.salvaging),
+        )
     is_held = record.held != "" and captured.get("key") in subject.entries
     path = json.dumps(subject.file, ensure_ascii=False) if subject.file else "path"
     values = {

@@ -12,6 +12,7 @@ from ckptfix.core.option import REPAIR
 from ckptfix.core.options import command_words
 from ckptfix.core.report import Report
 from ckptfix.core.wording import shell_join
+from ckptfix.errors import CkptfixError, Opt
 from ckptfix.explain.advice import FILE, MODEL, Advice
 from ckptfix.explain.explanation import Explanation, KnownMessage
 from ckptfix.reading.folders.folders import OF_TRAINING
@@ -96,6 +97,20 @@ def merge_command(report: Report, choices: Mapping[str, Any]) -> str:
         for name, value in each.options
     }
     return shell_join(command_words(REPAIR, report.source, {**needed, **choices, "output": "model.pth"}))
+
+
+def salvage_command(error: CkptfixError, source: str) -> str:
+    """Return the command that writes the intact part of an unreadable file, empty if the error offers none."""
+    if Opt("salvage", True) not in error.args:
+        return ""
+    return shell_join(command_words(REPAIR, source, {"salvage": True, "output": "salvaged.pth"}))
+
+
+def is_one_rank(report: Report) -> bool:
+    """Return whether a file is one rank's part of the weights, without the other ranks."""
+    if report.format in OF_TRAINING:
+        return False
+    return any(each.name == "shard-of-weights" and each.level is Level.ERROR for each in report.findings)
 
 
 def reading_code(report: Report, file: str, choices: Mapping[str, str]) -> str:

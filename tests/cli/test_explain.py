@@ -334,3 +334,36 @@ def test_nothing_is_filled_with_untrained_values_where_the_file_says_otherwise(t
     asked = ("explain", text, "--file", "a.pth", "--model", "torch.nn:Linear", "--model-args", "[8, 7]")
     assert "--fill target" in run_here(*asked[:2], cwd=tmp_path).stdout
     assert "--fill target" not in run_here(*asked, cwd=tmp_path).stdout
+
+
+NO_GLOBAL = (
+    "_pickle.UnpicklingError: Weights only load failed. Unsupported global: GLOBAL argparse.Namespace was not an"
+)
+
+
+def test_a_folder_that_lacks_ranks_is_salvaged_and_not_merged(tmp_path):
+    unpacked("zero2_w3_fp32_g1", tmp_path)
+    next((tmp_path / "saved").glob("*/*rank_1_mp*optim_states.pt")).unlink()
+    done = run_here("explain", "ValueError: x is not a zero checkpoint", "--file", "saved", cwd=tmp_path)
+    commands = re.findall(r"run: (ckptfix .*)", done.stdout)
+    assert commands == ["ckptfix check saved", "ckptfix repair saved --salvage --output salvaged.pth"]
+    assert run_here(*shlex.split(commands[1])[1:], cwd=tmp_path).returncode == 1
+    assert (tmp_path / "salvaged.pth").is_file()
+
+
+def test_a_rank_without_the_others_is_named_as_one(tmp_path):
+    unpacked("megatron_tp2pp2", tmp_path)
+    file = next((tmp_path / "saved").glob("*/mp_rank_00_001/model_optim_rng.pt"))
+    file.rename(tmp_path / "alone.pt")
+    done = run_here("explain", NO_GLOBAL, "--file", "alone.pt", cwd=tmp_path)
+    assert "The file holds one rank's part of each weight" in done.stdout
+    assert "run: ckptfix repair FOLDER -o model.pth" in done.stdout
+
+
+def test_another_number_of_gpus_gets_a_universal_checkpoint(tmp_path):
+    unpacked("zero2_w3_fp32_g1", tmp_path)
+    text = "The checkpoint being loaded used a DP world size of 2 but the current DP world size is 4."
+    done = run_here("explain", text, "--file", "saved", cwd=tmp_path)
+    command = re.findall(r"run: (ckptfix .*)", done.stdout)[0]
+    assert run_here(*shlex.split(command)[1:], cwd=tmp_path).returncode == 0
+    assert list((tmp_path / "universal").glob("*/zero/l1.bias/exp_avg.pt"))

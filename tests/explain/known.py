@@ -664,8 +664,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "The directory x is not a DeepSpeed checkpoint",
         "_pickle.UnpicklingError: Weights only load failed. ``torch.distributed.tensor`` must be imported to"
         " load DTensors",
-        "The checkpoint being loaded used a DP world size of 8 but the current world size is 4. Automatic adjustment"
-        " of ZeRO's optimizer state partitioning with a new world size is not currently supported.",
         "FileNotFoundError: can't find model states file at 'ckpt/mp_rank_00_model_states.pt'",
         "ValueError: consumed 10 numels out of 20 - something is wrong",
         "RuntimeError: DeepSpeed was unable to load the checkpoint. Ensure you passed in a DeepSpeed comp"
@@ -685,8 +683,70 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " buffer/parameter identical on every rank",
         "ValueError: Tried to load from out/checkpoint-5 but couldn't find a valid metadata file. However, potential"
         " model and optimizer checkpoint directories exist.",
+        "RuntimeError: torch function '__get__', with args: (ShardedTensor(...),) and kwargs: None not"
+        " supported for ShardedTensor!",
+        "RuntimeError: .numpy() is not supported for tensor subclasses.",
+        "AssertionError: checkpoint contains neither 'model' or 'module' keys, not sure how to proceed",
+        "AssertionError: Invalid checkpoints and world size for sd merge",
+        "ValueError: No DCP custom metadata found in safetensors file. The file must be saved with DCP to be"
+        " consolidated.",
     ),
-    "dtensors-and-tensors": (),
+    "process-group-of-training": ("RuntimeError: Could not resolve the process group registered under the name 7",),
+    "zero-world-size": (
+        "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 2 but the current DP world"
+        " size is 4. Automatic adjustment of ZeRO's optimizer state partitioning with a new world size is not"
+        " currently supported.",
+        "AssertionError: The checkpoint being loaded used a DP world size of 2 but the current DP world size is 4.",
+        "RuntimeError: The ZeRO checkpoint parameter-alignment layout does not match the current"
+        " zero_optimization.parameter_alignment setting.",
+    ),
+    "universal-checkpoint": (
+        "ValueError: Invalid for universal checkpoint: ckpt/latest_universal does not exist",
+        "AssertionError: Required universal_checkpoint_info state is missing in checkpoint. Verify that client"
+        " creates this state.",
+        "AssertionError: No ZeRO files found in ckpt/global_step100",
+        "FileNotFoundError: can't find ZeRO Stage 3 model state files in directory 'ckpt/global_step10'",
+    ),
+    "ranks-of-another-torch": (
+        "ModuleNotFoundError: No module named 'torch.distributed._mesh_layout'",
+        "ModuleNotFoundError: No module named 'torch.distributed.device_mesh'",
+        "AttributeError: Can't get attribute 'DTensor' on <module 'torch.distributed.tensor' from"
+        " '/x/torch/distributed/tensor/__init__.py'>",
+        "AttributeError: Can't get attribute '_FlatLayout' on <module 'torch.distributed._mesh_layout' from '/x/y.py'>",
+        "AttributeError: 'DeviceMesh' object has no attribute '_layout'",
+        "AttributeError: 'DTensorSpec' object has no attribute 'shard_order'",
+    ),
+    "fsdp-state-dict-type": (
+        "AssertionError: FSDP assumes x.weight is in the state_dict but the state_dict only has"
+        " odict_keys(['a.weight']). prefix=, module_name=fc",
+        "RuntimeError: No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters",
+        "AssertionError: Tensors in local_state_dict should be ShardedTensor.",
+        "AssertionError: Local shard size = 12 and the tensor in the state_dict is 24.",
+        "AssertionError: Expects 0 or 1 shard per rank but got 2 shards on rank 0.",
+        "RuntimeError: Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with"
+        " LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict.",
+        "KeyError: 'fc.weight is not in the optimizer state. The FSDPParamInfo has the param keys [] while",
+    ),
+    "no-distributed-checkpoint": (
+        "megatron.core.dist_checkpointing.core.CheckpointingException: ckpt/iter_0001000 is not a distributed"
+        " checkpoint",
+        "FileNotFoundError: '/workspace/OLMo-2/step1907359' is not a distributed checkpoint folder.",
+        "Only FSDP-sharded checkpoints saved with Lightning are supported for consolidation. The provided"
+        " folder is not in that format: out/last.ckpt",
+        "KeyError: MetadataIndex(fqn='module.decoder.layers.self_attention.linear_qkv.layer_norm_weight',"
+        " offset=torch.Size([2, 0]), index=24)",
+        "AssertionError: req MetadataIndex(fqn='model.fc.weight', offset=torch.Size([0, 0]), index=0) mismatch"
+        " sizes torch.Size([4, 8]) vs torch.Size([2, 8])",
+    ),
+    "no-tracker-of-megatron": (
+        "WARNING: could not find the metadata file /root/data/checkpoints/blocklm/latest_checkpointed_iteration.txt",
+        "ValueError: could not find the metadata file ckpt/glm-130b-sat/49300/latest, please check --load",
+    ),
+    "no-files-of-llama": ("AssertionError: no checkpoint files found in llama-2-7b/",),
+    "dtensors-and-tensors": (
+        "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed"
+        " operators!",
+    ),
     "lightning-version": (),
     "transformers-wrapper": (),
     "safetensors-without-format": (
