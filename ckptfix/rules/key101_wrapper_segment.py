@@ -13,7 +13,8 @@ does not find a module's version and treats it as saved before versions existed.
 
 ## Fix safety
 Safe: torch reserves these names, whole segments are removed, and no value changes. If two keys would become one,
-nothing is renamed. If the target itself has such segments, KEY103 matches the two namings instead.
+nothing is renamed. If the target itself has such segments, KEY103 matches the two namings instead. A universal
+checkpoint made of DeepSpeed's ranks (`--format universal`) keeps them, because the run looks for its own names.
 
 ## Example
 `module._orig_mod.layer1.0.weight` becomes `module.layer1.0.weight`, and KEY102 removes the rest.
@@ -35,7 +36,7 @@ from ckptfix.rules.rule import Context, Rule
 def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
     """Remove wrapper segments from every key, and from the paths of ``_metadata``."""
     target = context.target
-    if target is not None and any(has_wrapper_segment(key) for key in target.slots):
+    if context.keeps_wrappers or (target is not None and any(has_wrapper_segment(key) for key in target.slots)):
         return
     entries = context.checkpoint.entries
     new = without_segments(entries)

@@ -14,7 +14,8 @@ prefix.
 Safe if every key has the prefix, or if the target wants the key without it in the same shape. A submodule that is
 really named `module` stays: the target has it, some keys lack the prefix, or every key has it again further down
 (`module.0.module.0.weight` of torchrl). Only a target can tell a half-prefixed
-file from such a model; without one, the file is reported and left unchanged.
+file from such a model; without one, the file is reported and left unchanged. A universal checkpoint made of
+DeepSpeed's ranks (`--format universal`) keeps the prefix, because the run looks for its own names.
 
 ## Example
 `module.conv1.weight` becomes `conv1.weight`; `_metadata` moves along.
@@ -64,7 +65,7 @@ DEEPEST = 16  # nested wrappers to try: each try renames all keys, and a crafted
 def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
     """Remove leading ``module.`` segments, and the counters of AveragedModel next to the model."""
     checkpoint, target = context.checkpoint, context.target
-    if two_sets(checkpoint.entries):
+    if context.keeps_wrappers or two_sets(checkpoint.entries):
         return
     counters = _counters(checkpoint, target)
     keys = [key for key in checkpoint.entries if key not in counters]

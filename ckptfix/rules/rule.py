@@ -19,8 +19,10 @@ from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, Subject
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import has_optimizer
 from ckptfix.core.plan import Plan
+from ckptfix.core.settings import UNIVERSAL
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.errors import TargetError
+from ckptfix.reading.folders.ranks.names import OF_DEEPSPEED
 
 if TYPE_CHECKING:
     from ckptfix.core.checkpoint import Checkpoint
@@ -82,6 +84,13 @@ class Context(Struct, frozen=True, dict=True):
         from ckptfix.values.statistics import tensor_statistics
 
         return tensor_statistics(spec_of_tensor(self.usual[key])) if key in self.usual else None
+
+    @property
+    def keeps_wrappers(self) -> bool:
+        """Whether the result is a universal checkpoint of a DeepSpeed run, without another target: the run resumes only
+        under its own names, with those of its wrappers."""
+        is_of_run = self.settings.format == UNIVERSAL and self.checkpoint.format in OF_DEEPSPEED
+        return is_of_run and self.target is None
 
     @cached_property
     def matrices(self) -> StatisticsByKey:

@@ -39,6 +39,9 @@ def iteration_name(word: str) -> str:
     return f"iter_{int(word):07d}" if word.isascii() and word.isdigit() and len(word) < _DIGITS else word
 
 
+# The formats of DeepSpeed's folders.
+OF_DEEPSPEED = frozenset(("zero", "universal", "pipeline"))
+
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 LATEST_MEGATRON, LATEST_NANOTRON = "latest_checkpointed_iteration.txt", "latest.txt"
 POINTERS: Mapping[str, Callable[[str], str]] = {
