@@ -11,7 +11,7 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html"""
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -223,6 +223,7 @@ class _FolderReading:
         self.leaves: dict[str, Any] = {}
         self.faults: dict[Fact, list[str]] = {}
         self.clashes: list[Fact] = []
+        self.absent: set[str] = set()  # files that the metadata names
         # The chunks of tensors with several chunks, each saved once, by file: offset, name, spec.
         self.chunks: dict[str, list[tuple[int, str, TensorSpec]]] = {}
 
@@ -236,14 +237,16 @@ class _FolderReading:
             self.metadata = merged_metadata(parts)
         except ValueError as error:
             raise UnreadableError(f"{self.folder}: {error}; load it with as many ranks as saved it") from error
+        named = {file for item in self.metadata.items.values() for file in item.files}
+        self.absent = {file for file in named if self._place(file) is None}
         for name, item in self.metadata.items.items():
             self._read(name, item)
         self._note_repeated()
         self._note_of_another_step()
         whole = any(isinstance(leaf, TensorSpec) and not is_torn(leaf) for leaf in self.leaves.values())
-        if self.faults and not whole:
+        if (self.faults or self.absent) and not whole:
             raise damaged(self.folder, f"{clauses(self._damage())}; no tensor is whole")
-        used = set(self.contents) | {file for item in self.metadata.items.values() for file in item.files}
+        used = set(self.contents) | named
         # Files of chunks without any item, which remain from an earlier save into the same folder. A rank of which the
         # planner takes nothing writes an empty file.
         others = [name for name in list_folder(self.folder).names if name.endswith(CHUNKS) and name not in used]
@@ -265,7 +268,8 @@ class _FolderReading:
         try:
             self.leaves[name] = self._tensor(name, item) if item.dtype else self._load(name, item.chunks[0][1])
         except UnreadableError as error:
-            self._blame(name, str(error), [])
+            if not item.files & self.absent:
+                self._blame(name, str(error), [])
             if item.dtype:
                 self.leaves[name] = gone(name, item.spec, str(self.folder))
 
@@ -277,12 +281,33 @@ class _FolderReading:
         places: dict[Box, list[Location | None]] = {}
         for box, location in item.chunks:
             places.setdefault(box, []).append(location)
+        places = {box: self._present(locations) for box, locations in places.items()}
         check_tiling(places, item.shape, name)  # before a chunk is opened
         copies = {box: self._copies(name, item.dtype, box, locations) for box, locations in places.items()}
         for box, (location, *others) in places.items() if len(places) > 1 else ():
             if location is not None and not others and numel(box):
                 self.chunks.setdefault(location.file, []).append((location.offset, name, copies[box][0]))
         return merge_parts(name, item.dtype, item.shape, copies, str(self.folder))
+
+    def _present(self, locations: list[Location | None]) -> list[Location | None]:
+        """Return the locations of a chunk without those in missing files, unless there are no others."""
+        return [at for at in locations if at is not None and at.file not in self.absent] or locations
+
+    def _lacking(self) -> Iterator[Fact]:
+        """Yield the missing files, and the bytes of tensors that no other file has."""
+        if not self.absent:
+            return
+        items = self.metadata.items
+        held = sum(bool(item.files & self.absent) for item in items.values())
+        yield Fact.of(Kind.SHARDS_MISSING, names=tuple(sorted(self.absent)), keys=held, nbytes=0, total=0)
+        lost: dict[str, int] = {}
+        for name, item in items.items():
+            boxes = {box for box, at in item.chunks if item.dtype and at is not None and at.file in self.absent}
+            boxes -= {box for box, at in item.chunks if at is not None and at.file not in self.absent}
+            if nbytes := sum(map(numel, boxes)) * item.spec.itemsize if boxes else 0:
+                lost[name] = nbytes
+        if lost:
+            yield Fact.of(Kind.BYTES_LACKING, nbytes=sum(lost.values()), keys=tuple(lost))
 
     def _note_repeated(self) -> None:
         """Remark files whose chunks have the same checksums as those of another file: one was copied over the other.
@@ -371,11 +396,15 @@ class _FolderReading:
 
     def _content(self, name: str) -> Content:
         if name not in self.contents:
-            file = file_inside(self.folder, name, str(self.folder / METADATA))
-            if not os.path.isfile(file):  # noqa: PTH113 - Path.is_file raises for names that are too long
+            if (file := self._place(name)) is None:
                 raise UnreadableError(f"{name} is missing")
             self.contents[name] = Content.of_file(str(file))
         return self.contents[name]
+
+    def _place(self, name: str) -> Path | None:
+        """Return the path of a file that the metadata names; None if it is missing."""
+        file = file_inside(self.folder, name, str(self.folder / METADATA))
+        return file if os.path.isfile(file) else None  # noqa: PTH113 - Path.is_file raises for names that are too long
 
     def _nested(self) -> Any:
         """Return the saved container, which the planner flattened, from the paths of its leaves."""
@@ -393,7 +422,7 @@ class _FolderReading:
     def _damage(self) -> list[Fact]:
         """Return the damage, each with the number of items that it affects."""
         facts = [replace(fact, data={**fact.data, "items": len(names)}) for fact, names in self.faults.items()]
-        return [*facts, *self.clashes]
+        return [*self._lacking(), *facts, *self.clashes]
 
 
 class _Node(dict[PathPart, Any]):

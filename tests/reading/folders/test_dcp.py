@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,6 +32,7 @@ from ckptfix.bytes.sources import FileBytes
 from ckptfix.core.finding import Level
 from ckptfix.errors import DamageWarning, HostileError, UnreadableError, WriteError
 from tests.checks import assert_same, bytes_of
+from tests.reading.folders.ranks.genuine import unpacked
 
 STATE = {
     "conv.weight": torch.arange(24.0).reshape(2, 3, 4),
@@ -303,7 +304,10 @@ def forget(folder: Path, metadata: Metadata) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (remove, "__1_0.distcp is missing"),
+        (
+            remove,
+            r"lacks the shard __1_0.distcp with 1 key; lacks 24 bytes of 1 tensor .* w is lost: fetch the missing",
+        ),
         (cut, "__1_0.distcp is cut short"),
         (zero, "holds no torch.save file"),
         (shrink, "have 9 of the 12 elements"),
@@ -444,6 +448,38 @@ def test_copies_without_checksums_are_compared_as_far_as_they_are_read(tmp_path:
     assert_same(ckptfix.open_checkpoint(tmp_path, salvage=True).state_dict(), {"a": first})
 
 
+def test_a_missing_file_of_which_another_has_copies_costs_nothing(tmp_path: Path) -> None:
+    write_ranks(tmp_path, [{"a": ONES, "b": ONES}, {"a": ONES, "b": ONES}])
+    (tmp_path / "__1_0.distcp").unlink()
+    with pytest.raises(
+        UnreadableError, match=r"lacks the shard __1_0\.distcp with 2 keys: fetch .* take all 2 tensors"
+    ):
+        ckptfix.open_checkpoint(tmp_path)
+    checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert_same(checkpoint.state_dict(), {"a": torch.ones(2), "b": torch.ones(2)})
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", "__2_1.distcp"])
+def test_what_a_missing_file_held_is_named(tmp_path: Path, name: str) -> None:
+    """Its bytes and tensors are those that torch's metadata has for it."""
+    folder, truth = unpacked("megatron_dist_tp2pp2", tmp_path)
+    metadata = FileSystemReader(folder).read_metadata()
+    held: dict[str, int] = {}
+    for index, place in metadata.storage_data.items():
+        described = metadata.state_dict_metadata[index.fqn]
+        if place.relative_path == name and isinstance(described, TensorStorageMetadata):
+            (chunk,) = [chunk for chunk in described.chunks if chunk.offsets == index.offset]
+            held[index.fqn] = held.get(index.fqn, 0) + chunk.sizes.numel() * described.properties.dtype.itemsize
+    (folder / name).unlink()
+    with pytest.raises(UnreadableError, match=rf"lacks the shard {name} with \d+ keys; lacks \d+ bytes of") as caught:
+        ckptfix.open_checkpoint(folder)
+    fact = caught.value.data["damage"][1]["data"]
+    assert (fact["nbytes"], set(fact["keys"])) == (sum(held.values()), set(held))
+    got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
+    assert 0 < len(got) < len(truth)
+    assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got)
+
+
 def test_ranks_that_saved_different_shapes_under_one_name(tmp_path: Path) -> None:
     write_ranks(tmp_path, [{"a": ONES}, {"a": (WHOLE, [TOP, BOTTOM])}])
     with pytest.raises(UnreadableError, match="ranks saved different things under the name a; load it with as many"):
@@ -564,7 +600,9 @@ def test_a_model_and_its_optimizer_saved_apart_are_one_checkpoint(
     assert held[name] == want[name]
     for lost in (tmp_path / folders[1]).glob("*.distcp"):
         lost.unlink()
-    with pytest.raises(UnreadableError, match=rf"has a shard that cannot be read .*{folders[1]}: has damage: __0_0"):
+    with pytest.raises(
+        UnreadableError, match=rf"has a shard that cannot be read .*{folders[1]}: lacks the shard __0_0"
+    ):
         ckptfix.open_checkpoint(tmp_path)
     left = ckptfix.repair(tmp_path, salvage=True).state_dict()
     assert_same({key: left[key] for key in STATE}, STATE)
