@@ -35,6 +35,7 @@ COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter", "num_
 _LISTED = 4
 _MOST_UNREADABLE = 256  # files that are opened until the first one that can be read
 _FACTS = 4096
+_LARGE = 1e15  # numbers that are longer than those of steps and ranks
 # Bytes of a storage that are examined, and the largest number of distinct ones in a constant tensor.
 _LOOKED_AT, _FEW = 4096, 8
 
@@ -117,6 +118,23 @@ def unlike_most(of_rank: Mapping[_Rank, object]) -> list[_Rank]:
     shown = {rank: repr(facts)[:_FACTS] for rank, facts in of_rank.items()}
     usual = Counter(shown.values()).most_common(1)
     return [rank for rank, facts in shown.items() if facts != usual[0][0]]
+
+
+def _difference(of_rank: Mapping[_Rank, object], odd: Sequence[_Rank]) -> str:
+    """Return in parentheses the numbers in which the first odd rank differs from the others; empty for other facts."""
+    values = [of_rank[rank] for rank in (*odd[:1], *(rank for rank in of_rank if rank not in odd))][:2]
+    one, other = (value if isinstance(value, tuple) else (value,) for value in values) if len(values) == 2 else ((), ())
+    pairs = [pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]]
+    are_numbers = all(_is_number(value) or _are_few(value) for pair in pairs for value in pair)
+    return f" ({', '.join(f'{mine} instead of {usual}' for mine, usual in pairs)})" if pairs and are_numbers else ""
+
+
+def _is_number(value: object) -> bool:
+    return (type(value) is int or type(value) is float) and abs(value) < _LARGE
+
+
+def _are_few(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= _LISTED and all(map(_is_number, value))
 
 
 def note_copies(remarks: dict[Fact, None], keys: Iterable[str], may_drift: bool = True) -> None:
@@ -251,11 +269,12 @@ class RankFiles:
         ``UnreadableError`` with their names."""
         odd = unlike_most(of_rank)
         named = tuple(names[rank] for rank in odd)
+        seen = _difference(of_rank, odd)
         is_minor = 2 * len(odd) < len(of_rank)
         if odd and not (self.salvage and is_minor):
             raise UnreadableError(
                 f"{self.folder}: its ranks are from different saves: {first_names(named)}, unlike the other"
-                f" {len(of_rank) - len(odd)}, by the {what}; put the files of one save together",
+                f" {len(of_rank) - len(odd)}, by the {what}{seen}; put the files of one save together",
                 *((", or take what the others have whole with ", Opt("salvage", True)) if is_minor else ()),
             )
         if odd:

@@ -455,15 +455,17 @@ class _RankMerge:
         speakers = {rank: rank if rank in values else self.twin_of.get(rank, rank) for rank in self.groups}
         return {rank: values[speaker] for rank, speaker in speakers.items() if speaker in values}
 
-    def _told_apart(self, values: Mapping[int, Any]) -> dict[int, int]:
-        """Return for each rank the first rank with an equal value."""
+    def _told_apart(self, values: Mapping[int, Any]) -> Mapping[int, object]:
+        """Return the numbers of ranks; of tensors, for each rank the name of the first with an equal one."""
+        if all(type(value) is int for value in values.values()):
+            return values
 
         def is_same(one: Any, other: Any) -> bool:
             are_tensors = isinstance(one, TensorSpec) and isinstance(other, TensorSpec)
             return agree([one, other], self.path, reads=False) if are_tensors else bool(one == other)
 
         return {
-            rank: next(first for first, other in values.items() if is_same(other, value))
+            rank: next(f"rank {first}" for first, other in values.items() if is_same(other, value))
             for rank, value in values.items()
         }
 

@@ -21,7 +21,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.files import small_text
-from ckptfix.bytes.limits import shown
 from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.dtypes import DTYPES
@@ -145,7 +144,7 @@ class _Joined:
         if is_nemo := found[min(found)].name == NEMO:
             sizes_of = _nemo_sizes(self.files.folder)
             roots = {n: {"model": root, "checkpoint_version": 3.0, "args": sizes_of} for n, root in roots.items()}
-        steps = {numbers: shown(root.get("iteration")) for numbers, root in roots.items()}
+        steps = {numbers: root.get("iteration") for numbers, root in roots.items()}
         for numbers in self.files.of_another_save(steps, names, "iteration"):
             del roots[numbers], found[numbers]
         first = roots[min(roots)]
