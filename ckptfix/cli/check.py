@@ -50,13 +50,15 @@ def _checkpoints(path: str) -> Iterable[str]:
     if not Path(path).is_dir():
         return [path]
     import ckptfix
+    from ckptfix.reading.folders import dcp
     from ckptfix.reading.folders.folders import dcp_items, has_ranks, only_checkpoint, weights_file
     from ckptfix.reading.opening import OF_TRAINERS
 
     is_of_library = is_below = False
     lacking: list[str] = []
     try:
-        if not has_ranks(Path(path)):  # ranks are not read twice: there may be hundreds
+        # Ranks are not read twice: there may be hundreds, or a hundred thousand chunks.
+        if not (dcp.looks_like(Path(path)) or has_ranks(Path(path))):
             opened = Path(ckptfix.open_checkpoint(path).path)
             is_of_library = weights_file(path) is not None
             # If it is a part of the folder, the other files are checked too.

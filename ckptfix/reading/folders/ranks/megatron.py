@@ -89,7 +89,7 @@ def find(folder: Path) -> Path | None:
     """Return the folder of an iteration, which has a folder for each rank; None if there is none.
 
     Raises ``UnreadableError`` if there are several."""
-    return tagged(folder, LATEST_MEGATRON, lambda place: bool(_rank_files(place)), iteration_name)
+    return tagged(folder, LATEST_MEGATRON, _has_ranks, iteration_name)
 
 
 def document(files: RankFiles) -> Document:
@@ -100,18 +100,25 @@ def document(files: RankFiles) -> Document:
 def folder_of(file: Path) -> Path | None:
     """Return the folder of the iteration if the file belongs to one of several ranks; None otherwise."""
     is_one = file.name in FILES and MEGATRON_RANK.fullmatch(file.parent.name) is not None
-    return file.parent.parent if is_one and _rank_files(file.parent.parent) else None
+    return file.parent.parent if is_one and _has_ranks(file.parent.parent) else None
+
+
+def _has_ranks(folder: Path) -> bool:
+    """Return whether a folder has the files of two ranks or more."""
+    return len([*islice(_found_in(folder), 2)]) > 1
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
-    """Return the file of each rank by the numbers in the name of its folder; empty if there are fewer than two."""
-    found = {}
+    """Return the file of each rank by the numbers in the name of its folder."""
+    return dict(sorted(_found_in(folder)))
+
+
+def _found_in(folder: Path) -> Iterator[tuple[tuple[int, ...], Path]]:
     for match in filter(None, map(MEGATRON_RANK.fullmatch, list_folder(folder).folders)):
         child = folder / match[0]
         file = next((child / name for name in FILES if (child / name).is_file()), None)
         if file is not None:
-            found[tuple(int(number) for number in match.groups() if number is not None)] = file
-    return dict(sorted(found.items())) if len(found) > 1 else {}
+            yield tuple(int(number) for number in match.groups() if number is not None), file
 
 
 def _nemo_sizes(folder: Path) -> dict[str, int]:
