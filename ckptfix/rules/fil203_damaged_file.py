@@ -239,7 +239,8 @@ def misspelt(keys: Collection[str]) -> dict[str, str]:
         for name in _one_bit_from(key):
             parent, _, leaf = name.rpartition(".")
             is_same = parent == split[key][0]
-            is_beside = parents[parent] > is_same and leaves[leaf] - (leaf == split[key][2]) > 1
+            is_word = len(leaf) > 1  # or else a number in other lists, which any name of one letter is a bit from
+            is_beside = is_word and parents[parent] > is_same and leaves[leaf] - (leaf == split[key][2]) > 1
             is_usual = leaf in _OF_LAYERS and (is_same or parents[parent] > 0)
             if name not in known and (is_beside or is_usual or forms[template(name)] > 1) and _is_slip(key, name):
                 found[key] = name

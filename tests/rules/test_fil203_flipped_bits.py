@@ -25,6 +25,7 @@ RESNET = tuple(
         pytest.param(("fc1.weight", "fc3.weight", "fc3.bias"), id="numbers"),
         pytest.param(("net.0.b", "net.1.b", "net.2.c"), id="letters"),
         pytest.param(("q_proj.weight", "q_proj.bias", "p_proj.weight"), id="words of one letter"),
+        pytest.param(("a.3", "a.4", "b.3", "b.4", "scale", "t"), id="a letter beside numbers in lists"),
         pytest.param(("side.weight", "side.bias", "wide.weight", "wide.bias"), id="words with all their leaves"),
         pytest.param(
             tuple(f"word{'abcdefghijklmnop'[at % 16]}{'q' * (at // 16)}" for at in range(300)), id="no pattern"
