@@ -435,4 +435,18 @@ def _plain(value: Any) -> Any:
         return value
     if all(isinstance(key, int) for key in value) and sorted(value) == list(range(len(value))):
         return [_plain(value[index]) for index in range(len(value))]
-    return {key: _plain(member) for key, member in value.items()}
+    made = {key: _plain(member) for key, member in value.items()}
+    if {"state", "param_groups"} <= made.keys():
+        made["state"] = _numbered(made["state"], made["param_groups"])
+    return made
+
+
+def _numbered(state: Any, groups: Any) -> Any:
+    """Return an optimizer's state by the numbers in its groups. The planner writes them as text, under which torch's
+    ``load_state_dict`` finds no parameter, without an error."""
+    listed = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    listed = [number for part in listed if isinstance(part, list) for number in part]
+    numbers = {str(number): number for number in listed if isinstance(number, int)}
+    if not isinstance(state, dict) or not state.keys() <= numbers.keys():
+        return state
+    return {numbers[key]: value for key, value in state.items()}

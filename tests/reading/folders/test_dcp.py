@@ -608,6 +608,19 @@ def test_a_model_and_its_optimizer_saved_apart_are_one_checkpoint(
     assert_same({key: left[key] for key in STATE}, STATE)
 
 
+def test_an_optimizer_that_was_saved_by_number_loads(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    save({"model": net.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    ckptfix.repair(tmp_path / "saved", output=tmp_path / "whole.pth")
+    other = torch.optim.AdamW(net.parameters())
+    other.load_state_dict(torch.load(tmp_path / "whole.pth")["optim"])
+    held, want = (tree_map_only(Tensor, Tensor.tolist, each.state_dict()["state"]) for each in (other, optimizer))
+    assert held == want
+
+
 def test_several_steps_in_a_folder_are_not_chosen_from(tmp_path: Path) -> None:
     save({"w": torch.rand(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     assert ckptfix.open_checkpoint(tmp_path).path == str(tmp_path / "step-1")
