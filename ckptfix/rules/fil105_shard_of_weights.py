@@ -44,7 +44,7 @@ from typing import Any
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind, clause
-from ckptfix.core.finding import MODEL, Blocks, Finding, Level, Remedy, advise, counted
+from ckptfix.core.finding import FILE, MODEL, Blocks, Finding, Level, Remedy, advise, counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, named_part, rank_shard
@@ -127,7 +127,10 @@ def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.ERROR,
             f"the weights were flattened by FSDP (LOCAL_STATE_DICT): their {lacking} are not in the files",
             keys=flat,
-            remedies=(Remedy.of("takes them from the model", model=MODEL),),
+            remedies=(
+                Remedy.of("takes them from the model", model=MODEL),
+                Remedy.of("from a whole checkpoint of the same model", like=FILE),
+            ),
             blocks=Blocks.FILLING,
         )
 

@@ -41,6 +41,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wording import first_names
 from ckptfix.rules.leftovers import (
+    IN_FLAT,
     NAME_THE_MODEL,
     is_of_another_model,
     is_singular,
@@ -93,7 +94,7 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
     if unfilled:
         extent, evidence = _extent(unfilled, target)
         apart = _apart(unfilled, context.checkpoint)
-        is_there = bool(apart or other_layout(context, target))
+        hidden = other_layout(context, target)
         yield rule.finding(
             Level.ERROR,
             extent,
@@ -103,10 +104,10 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
                 f"the file has them in separate sets ({first_names(apart)}): load each into the module with its name"
             )
             if apart
-            else _ELSEWHERE
-            if is_there
+            else (advise(hidden) if hidden == IN_FLAT else _ELSEWHERE)
+            if hidden
             else tuple(_remedies(unfilled, context, target)),
-            blocks=Blocks.FILLING if is_there else Blocks.NOTHING,
+            blocks=Blocks.FILLING if apart or hidden else Blocks.NOTHING,
         )
 
 

@@ -37,7 +37,7 @@ from ckptfix.core.wording import KEEP_STATISTICS
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
 from ckptfix.rules.fil101_several_state_dicts import choice, choice_of_copies
-from ckptfix.rules.leftovers import NAME_THE_MODEL, is_of_another_model, other_layout
+from ckptfix.rules.leftovers import NAME_THE_MODEL, are_flat, is_of_another_model, other_layout
 from ckptfix.rules.rule import Context, Rule
 
 # Segments in the keys of low-rank adapters, next to the layers that they change or around them.
@@ -70,7 +70,7 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         return
     numel = sum(checkpoint.specs[key].numel for key in unexpected if key in checkpoint.specs)
     evidence = {"numel": numel, "of": sum(spec.numel for spec in checkpoint.specs.values())}
-    if len(unexpected) == len(checkpoint.entries):
+    if len(unexpected) == len(checkpoint.entries) and not are_flat(unexpected):
         others = (Remedy.of("uses another state_dict of the file", weights=NAME),) if checkpoint.candidates[1:] else ()
         yield rule.finding(
             Level.ERROR,

@@ -14,6 +14,7 @@ from ckptfix.core.finding import advise, counted
 from ckptfix.core.parts import Shape
 from ckptfix.core.target import Target
 from ckptfix.core.wording import first_names
+from ckptfix.reading.folders.rank_shards import FLAT
 from ckptfix.rules.fit109_reparametrised_weight import forms_of, in_parts
 from ckptfix.rules.quantised_layers import DEQUANTISE, wanted_layers
 from ckptfix.rules.rule import Context
@@ -26,6 +27,7 @@ LAYERS = 4  # least number of layers of a stack that differ on both sides; fewer
 DEEPEST = 32  # modules kept per key: a crafted key can have any number of segments
 _OTHER = "a parametrization"
 MOST = 0.5  # a file that lacks this share of a model's parameters belongs to another model
+IN_FLAT = "the weights are in the flat parameters (FIL105, FIT106)"
 NAME_THE_MODEL = advise("name the model that the file belongs to: the file lacks most parameters of this one")
 
 
@@ -51,6 +53,11 @@ def is_of_another_model(checkpoint: Checkpoint, target: Target, adaptable: Colle
     return total > 0 and lost >= MOST * total
 
 
+def are_flat(keys: Iterable[str]) -> bool:
+    """Return whether any of the keys is a flat parameter of FSDP."""
+    return any(key.rpartition(".")[2] in FLAT for key in keys)
+
+
 def other_layout(context: Context, target: Target) -> str:
     """Return a remedy that says how the leftover tensors of the file may hold the missing ones; empty if they do not
     seem to. A key whose stored shape the user gave up is not missing."""
@@ -60,6 +67,8 @@ def other_layout(context: Context, target: Target) -> str:
     if wanted_layers(checkpoint.specs, target):
         return DEQUANTISE
     others = {key: spec for key, spec in checkpoint.specs.items() if key not in known}
+    if are_flat(checkpoint.entries.keys() - known):
+        return IN_FLAT
     views = {spec.view if spec.storage is not None else key: key for key, spec in reversed(others.items())}
     firsts = set(views.values())
     left = {key: spec.shape for key, spec in others.items() if key in firsts}  # tied ones count once
