@@ -314,7 +314,11 @@ class Spread:
         spec = TensorSpec(self._dtype, shape, contiguous_strides(shape))
         storages = self._storages
         if len(self.flats) > 1:
-            is_gone = self._is_torn or self._stop < start + self.share(spec.numel)
+            share = self.share(spec.numel)
+            is_gone = self._is_torn or self._stop < start + share
+            if is_gone and share:  # a small tensor has no elements on the last ranks
+                holding = self.flats[: -(-spec.numel // share)]
+                is_gone = any(flat.is_torn or flat.stop < start + share for flat in holding)
         else:
             pieces = self.flats[0].pieces(start, start + spec.numel)
             if pieces is not None and len(pieces) == 1:

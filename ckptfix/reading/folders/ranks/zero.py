@@ -65,8 +65,9 @@ from ckptfix.reading.weights.document import Document
 NAME = "zero"
 
 _FRAGMENTS = "frozen_param_fragments"
-# The padding of a flat group has fewer than this many elements per rank; DeepSpeed pads to a multiple of two for each.
-_PADDING = 16
+# The padding of a flat group has fewer than this many elements per rank; DeepSpeed pads to a multiple of two for each
+# (``nccl_start_alignment_factor``).
+_PADDING, _ALIGNMENT = 16, 2
 
 # AutoEP stacks the weights of all experts of a layer; a rank has some of them, and a file of an expert has one.
 _STACK = re.compile(r".*\.experts\.w[123]")
@@ -507,9 +508,11 @@ class Merging:
             if not taken:
                 made.update({name: lost(name, shape, self.path) for name, shape in run.shapes.items()})
                 continue
-            length = max(spec.numel for spec in taken.values())
-            whole = Spread([Flat([(at * length, spec) for at, spec in taken.items()])])
             paddings = paddings_of[group] if paddings_of else [0] * len(run.shapes)
+            total = sum(map(math.prod, run.shapes.values())) + sum(paddings)
+            length = _length({at: spec.numel for at, spec in taken.items()}, total, len(run.ranks))
+            self._check_length(group, total, length, len(run.ranks))
+            whole = Spread([Flat([(at * length, spec) for at, spec in taken.items()])])
             start = 0
             for (name, shape), padding in zip(run.shapes.items(), paddings, strict=True):
                 made[name] = spec = whole.tensor(name, shape, start, self.path)
@@ -517,9 +520,8 @@ class Merging:
                     held = whole.flats[0].count(start, start + spec.numel)
                     self.files.lacking[f"{prefix}{name}"] += (spec.numel - held) * spec.itemsize
                 start += spec.numel + padding
-            self._check_length(group, start, length, len(run.ranks))
             self._note_short(
-                {run.ranks[at]: (spec.numel, min(length, start - at * length)) for at, spec in taken.items()}
+                {run.ranks[at]: (spec.numel, min(length, total - at * length)) for at, spec in taken.items()}
             )
         return _restacked(made, self.path)
 
@@ -547,19 +549,17 @@ class Merging:
             }
             if not all(_is_flat(spec) for parts in taken.values() for spec in parts):
                 return None
-            if len(taken) < len(run.ranks):
+            if not taken:
                 made.update({name: lost(name, shape, self.path) for name, shape in run.shapes.items()})
-                itemsize = next((parts[0].itemsize for parts in taken.values()), 0)
-                absent = [at for at, rank in enumerate(run.ranks) if rank not in taken]
-                for name, shape in run.shapes.items():
-                    self.files.lacking[f"{prefix}{name}"] += itemsize * elements_of(shape, len(run.ranks), absent)
                 continue
-            flats = {self.present[rank].name: Flat.joined(parts) for rank, parts in taken.items()}
-            spread, start = Spread(list(flats.values())), 0
+            absent = [at for at, rank in enumerate(run.ranks) if rank not in taken]
+            spread, start = Spread([Flat.joined(taken.get(rank, ())) for rank in run.ranks]), 0
             for name, shape in run.shapes.items():
-                made[name] = spread.tensor(name, shape, start, self.path)
-                start += spread.share(made[name].numel)
-            if odd := {name: flat.stop for name, flat in flats.items() if flat.stop != start}:
+                made[name] = spec = spread.tensor(name, shape, start, self.path)
+                start += spread.share(spec.numel)
+                self.files.lacking[f"{prefix}{name}"] += spec.itemsize * elements_of(shape, len(run.ranks), absent)
+            held = {self.present[rank].name: sum(part.numel for part in parts) for rank, parts in taken.items()}
+            if odd := {name: count for name, count in held.items() if count != start}:
                 raise UnreadableError(
                     f"{self.path}: each rank should hold {start} numbers, and {first_names(list(odd))} "
                     f"{'holds' if len(odd) == 1 else 'hold'} {first_names(sorted(set(odd.values())))}; "
@@ -644,15 +644,25 @@ def frozen_parameters(root: Any, roots: Mapping[int, Any], world: int, files: Ra
     absent = [rank for rank in range(world) if rank not in roots]
     for name, size in (root.get("frozen_param_shapes") or {}).items():
         shape = sizes(size)
-        parts: list[Any] = [(states.get(_FRAGMENTS) or {}).get(name) for states in roots.values()]
-        if not all(map(_is_flat, parts)) or len(parts) != world:
+        parts: dict[int, Any] = {rank: (states.get(_FRAGMENTS) or {}).get(name) for rank, states in roots.items()}
+        if not all(map(_is_flat, parts.values())):
             made[name] = lost(name, shape, path)
-            itemsize = next((part.itemsize for part in parts if isinstance(part, TensorSpec)), 0)
-            files.lacking[name] += itemsize * elements_of(shape, world, absent)
             continue
-        spread = Spread([Flat.joined([part]) for part in parts])
+        spread = Spread([Flat.joined([parts[rank]] if rank in parts else []) for rank in range(world)])
         made[name] = spread.tensor(name, shape, 0, path)
+        files.lacking[name] += made[name].itemsize * elements_of(shape, world, absent)
     return made
+
+
+def _length(held: Mapping[int, int], total: int, count: int) -> int:
+    """Return the length of the ``count`` partitions of a group with ``total`` elements: that of the longest one held.
+
+    The last ones lack their padding. If only such are held, it is computed from the total, provided that each of them
+    then ends where the group ends. ``held`` are numbers of elements by place."""
+    longest = max(held.values())
+    length = -(-total // (count * _ALIGNMENT)) * _ALIGNMENT
+    is_exact = all(numel == total - at * length or at * length >= total for at, numel in held.items())
+    return length if longest * count < total and is_exact else longest
 
 
 def elements_of(shape: Shape, world: int, ranks: Sequence[int]) -> int:

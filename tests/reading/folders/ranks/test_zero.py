@@ -1,9 +1,11 @@
 """ZeRO folders that DeepSpeed wrote, compared with the result of its own ``zero_to_fp32``."""
 
+import math
 import shutil
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +280,65 @@ def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
     got = torch.load(tmp_path / "part.pth")["module"]
     assert {"emb.weight", "ln.bias"} <= got.keys() < truth.keys()
     assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got)
+
+
+def _holders(root: Any, world: int, stage: int) -> dict[str, set[int]]:
+    """Return the ranks with elements of each trained weight, by the names and shapes in model states."""
+    found: dict[str, set[int]] = {}
+    for group in root["param_shapes"]:
+        sizes = {name: math.prod(size.args[0]) for name, size in group.items()}
+        length, start = 2 * math.ceil(sum(sizes.values()) / (2 * world)), 0
+        for name, numel in sizes.items():
+            share = math.ceil(numel / world)
+            places = range(start, start + numel)
+            found[name] = {at // length for at in places} if stage < 3 else {at // share for at in range(numel)}
+            start += numel
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "_w1_" not in name])
+def test_each_missing_rank_costs_only_what_it_held(tmp_path: Path, name: str) -> None:
+    """The only rank left of two has partitions without their padding, and not the length of the others."""
+    folder, truth = saved(tmp_path, name)
+    stage, world = int(name[4]), int(name[7])
+    ranks = sorted((folder / TAG).glob("*_optim_states.pt"))
+    root = read_document(Content.of_file(str(min((folder / TAG).glob("*model_states.pt"))))).root
+    holders = _holders(root, world, stage)
+    for number, file in enumerate(ranks):
+        hidden = file.rename(tmp_path / "hidden")
+        got = ckptfix.open_checkpoint(folder, salvage=True)
+        trained = {key: holders[name] for key in truth if (name := root["shared_params"].get(key, key)) in holders}
+        assert {key for key in trained if key in got.lost} == {key for key in trained if number in trained[key]}
+        assert all(bytes_of(got.read(key)) == bytes_of(truth[key]) for key in trained if number not in trained[key])
+        hidden.rename(file)
+
+
+def test_partitions_of_uncertain_length_are_refused(tmp_path: Path) -> None:
+    """The last partition does not end where the group does, so it may begin anywhere."""
+    write_zero(tmp_path, TENSORS, world=2)
+
+    def shorten(states: dict[str, Any]) -> None:
+        (part,) = states["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        states["optimizer_state_dict"]["single_partition_of_fp32_groups"] = [part[:-1].clone()]
+
+    (tmp_path / _optim(0)).unlink()
+    assert ckptfix.open_checkpoint(tmp_path, salvage=True).keys() == ["b", "c"]
+    _change(tmp_path / _optim(1), shorten)
+    with pytest.raises(UnreadableError, match=r"shapes of 49 numbers, and its 2 partitions hold 22 each"):
+        ckptfix.open_checkpoint(tmp_path, salvage=True)
+
+
+def test_a_small_frozen_weight_has_no_share_on_the_last_ranks(tmp_path: Path) -> None:
+    write_zero3(tmp_path, {"a": torch.arange(9.0)}, world=3)
+    for rank in range(3):
+        share = torch.tensor([rank + 1.0])
+        frozen = {"frozen_param_shapes": {"f": torch.Size([2])}, "frozen_param_fragments": {"f": share}}
+        _change(tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", methodcaller("update", frozen))
+    (tmp_path / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    got = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert (got.read("f").tolist(), got.lost) == ([1.0, 2.0], {})
+    (tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    assert list(ckptfix.open_checkpoint(tmp_path, salvage=True).lost) == ["f"]
 
 
 @pytest.mark.parametrize(
