@@ -6,9 +6,10 @@ values     in blocks, so that no tensor is in memory as a whole; then the checks
 the rest   ties, entries that are not tensors, _metadata, everything outside the state_dict"""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, product
 
 from ckptfix.bytes.checksums import is_sound
 from ckptfix.comparison.difference import Difference, Pair, Side, Texts, Ties
@@ -29,8 +30,11 @@ from ckptfix.report.inspection import children, describe
 from ckptfix.values.walk import OVERLAP
 
 
-def find_renames(only_a: Mapping[str, TensorSpec], only_b: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of keys with the same bytes, in the order of A. Raises ``UnreadableError`` for missing bytes."""
+def find_renames(
+    only_a: Mapping[str, TensorSpec], only_b: Mapping[str, TensorSpec], shared: Iterable[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield pairs of keys with the same bytes, in the order of A; ``shared`` are the keys of both sides, whose layers
+    are the same. Raises ``UnreadableError`` for missing bytes."""
     kinds = {_kind(spec) for spec in only_a.values()} & {_kind(spec) for spec in only_b.values()}
     b_keys: dict[tuple[TypedShape, bytes], list[str]] = {}
     for key, digest in _digests(only_b, kinds):
@@ -39,8 +43,21 @@ def find_renames(only_a: Mapping[str, TensorSpec], only_b: Mapping[str, TensorSp
     for key, digest in _digests(only_a, kinds):
         if digest in b_keys:
             a_keys.setdefault(digest, []).append(key)
-    found = dict(pair for digest, keys in a_keys.items() for pair in _match(keys, b_keys[digest]))
+    sides = [(keys, b_keys[digest]) for digest, keys in a_keys.items()]
+    certain = [(ours[0], theirs[0]) for ours, theirs in sides if len(ours) == len(theirs) == 1]
+    votes: dict[Numbers, Counter[Numbers]] = {}
+    for key, other in (*((key, key) for key in shared), *certain):
+        votes.setdefault(_numbers(key), Counter())[_numbers(other)] += 1
+    layers = {numbers: others.most_common(1)[0][0] for numbers, others in votes.items()}
+    found = dict(pair for ours, theirs in sides for pair in _match(ours, theirs, layers))
     yield from ((key, found[key]) for key in only_a if key in found)
+
+
+Numbers = tuple[str, ...]  # those in a key: which layer, which expert
+
+
+def _numbers(key: str) -> Numbers:
+    return tuple(segment for segment in key.split(".") if segment.isdecimal())
 
 
 def _kind(spec: TensorSpec) -> TypedShape:
@@ -58,16 +75,20 @@ def _digests(specs: Mapping[str, TensorSpec], kinds: set[TypedShape]) -> Iterato
             yield key, (_kind(spec), digest.digest())
 
 
-def _match(a_keys: Sequence[str], b_keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Pair keys with the same bytes (many biases are all zeros): by the longest common suffix, then in order."""
+def _match(
+    a_keys: Sequence[str], b_keys: Sequence[str], layers: Mapping[Numbers, Numbers]
+) -> Iterator[tuple[str, str]]:
+    """Pair keys with the same bytes (all norms may be ones): within a layer, whose numbers ``layers`` maps from A to B,
+    before others; each time by the longest common suffix, then in order."""
     left, right = dict.fromkeys(a_keys), dict.fromkeys(b_keys)
-    longest = max(key.count(".") + 1 for key in a_keys)
-    for length in range(min(longest, _MAX_TAIL), -1, -1):
-        by_tail: dict[tuple[str, ...], list[str]] = {}
+    longest = min(max(key.count(".") + 1 for key in a_keys), _MAX_TAIL)
+    for is_of_layer, length in product((True, False), range(longest, -1, -1)):
+        by_tail: dict[tuple[Numbers | None, tuple[str, ...]], list[str]] = {}
         for key in reversed(right):
-            by_tail.setdefault(_tail(key, length), []).append(key)
+            by_tail.setdefault((_numbers(key) if is_of_layer else None, _tail(key, length)), []).append(key)
         for key in list(left):
-            if candidates := by_tail.get(_tail(key, length)):
+            layer = layers.get(_numbers(key)) if is_of_layer else None
+            if candidates := by_tail.get((layer, _tail(key, length))):
                 other = candidates.pop()
                 del left[key], right[other]
                 yield key, other
@@ -116,7 +137,7 @@ def compare(a: Checkpoint, b: Checkpoint, values: bool, tolerance: Tolerance, is
     pairs = [Pair(key, spec, b.specs[key]) for key, spec in a.specs.items() if key in b.specs]
     only_a = {key: spec for key, spec in a.specs.items() if key not in b.specs}
     only_b = {key: spec for key, spec in b.specs.items() if key not in a.specs}
-    renamed = dict(find_renames(only_a, only_b)) if values else {}
+    renamed = dict(find_renames(only_a, only_b, [pair.key for pair in pairs])) if values else {}
     comparable = [pair for pair in pairs if pair.a.shape == pair.b.shape] if values else []
     task, gaps = Task(f"comparing {a.path}", sum(pair.a.nbytes for pair in comparable)), []
     for pair in comparable:

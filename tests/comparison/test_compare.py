@@ -367,6 +367,22 @@ def test_equal_tensors_are_paired_by_the_end_of_their_names():
     assert renames(zeros, others) == expected
 
 
+@pytest.mark.parametrize(("first", "matrix"), [(0, "fc"), (0, "linear"), (1, "linear")])
+def test_equal_tensors_are_paired_within_their_layers(first: int, matrix: str):
+    """Whose numbers the matrices show, which differ from layer to layer."""
+    layers = range(3)
+    a = {f"layers.{layer}.{name}.weight": torch.ones(4) for layer in layers for name in ("norm1", "norm2")}
+    b = {
+        f"layers.{layer + first}.{name}_weight": torch.ones(4) for name in ("qkv.norm", "mlp.norm") for layer in layers
+    }
+    a |= {f"layers.{layer}.fc.weight": torch.full((4, 4), layer) for layer in layers}
+    b |= {f"layers.{layer + first}.{matrix}.weight": torch.full((4, 4), layer) for layer in layers}
+    renamed = ckptfix.diff(a, b).renamed
+    for layer in layers:
+        assert renamed[f"layers.{layer}.norm1.weight"] == f"layers.{layer + first}.qkv.norm_weight"
+        assert renamed[f"layers.{layer}.norm2.weight"] == f"layers.{layer + first}.mlp.norm_weight"
+
+
 def test_equal_tensors_of_which_one_side_has_fewer():
     assert renames({"x.a": ONE, "y.b": ONE.clone()}, {"b": ONE.clone()}) == {"y.b": "b"}
 
