@@ -155,6 +155,7 @@ FOLDERS = {
     "zero-3-past-the-end": zero3({"a": Shape(5, 7), "c": Shape(500)}),
     "megatron-on-a-hundred-thousand-ranks": megatron_of(tensor_model_parallel_size=100_000),
     "megatron-on-more": megatron_of(tensor_model_parallel_size=1 << 19, pipeline_model_parallel_size=1 << 19),
+    "megatron-with-stages-that-are-not-there": megatron_of(pipeline_model_parallel_size=1 << 18),
     "megatron-that-holds-itself": megatron_bomb,
     "llama-with-ranks-that-are-not-there": llama_of(),
 }

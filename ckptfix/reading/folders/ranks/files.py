@@ -33,6 +33,7 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Arithm
 COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter", "num_updates"))
 
 _LISTED = 4
+_MOST_ABSENT = 1024  # missing ranks whose parts of each weight are listed
 _MOST_UNREADABLE = 256  # files that are opened until the first one that can be read
 _FACTS = 4096
 _LARGE = 1e15  # numbers that are longer than those of steps and ranks
@@ -261,6 +262,11 @@ class RankFiles:
             names = (pattern.format(rank) for rank in range(world) if rank not in present)
             first = tuple(next(names) for _ in range(min(absent, _LISTED)))
             self.damage.append(Fact.of(Kind.RANKS_LACKING, absent=absent, ranks=world, names=first))
+
+    def check_absent(self, absent: int) -> None:
+        """Raise ``UnreadableError`` if too many ranks or stages are missing to list the parts of every weight."""
+        if absent > _MOST_ABSENT:
+            raise damaged(self.folder, clauses(self.damage))
 
     def of_another_save(self, of_rank: Mapping[_Rank, object], names: Mapping[_Rank, str], what: str) -> list[_Rank]:
         """Return the ranks of another save than most, by facts that are equal on all ranks of a save.

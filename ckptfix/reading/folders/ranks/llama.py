@@ -59,6 +59,7 @@ def document(files: RankFiles) -> Document:
     degree = max((_ranks_of(state, params) for state in states.values()), default=1)
     world = max(max(ranks) + 1, degree)
     files.note_missing(world, ranks, "consolidated.{:02d}.pth")
+    files.check_absent(world - len(ranks))
     if not states:
         raise damaged(folder, f"{clauses(files.damage)}; no rank can be read")
     if not all(isinstance(state, dict) for state in states.values()):

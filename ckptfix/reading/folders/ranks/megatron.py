@@ -229,6 +229,8 @@ class _Joined:
         if names:
             fact = Fact.of(Kind.RANKS_LACKING, absent=wanted - len(files), ranks=wanted, names=tuple(names))
             self.files.damage.append(fact)
+        stages = {place[1] for place in files}
+        self.files.check_absent(max(grid[1] - len(stages), len(stages) * grid[0] * grid[2] - len(files)))
 
     def _note_order(
         self, files: Mapping[tuple[int, int, int], Path], roots: Mapping[tuple[int, int, int], Any]
