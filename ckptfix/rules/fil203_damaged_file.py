@@ -101,7 +101,8 @@ def _is_beside(fact: Fact, checkpoint: Checkpoint) -> bool:
     """Return whether damage has cost data besides the weights: a part of the container, or of a checkpoint of several
     files of which no weight is lost."""
     is_of_files = fact.kind in (Kind.SHARDS_MISSING, Kind.SHARD_UNREADABLE)
-    return fact.kind is Kind.EXTRAS_LOST or (is_of_files and not checkpoint.lost)
+    is_named = not any(checkpoint.remarked(Kind.UNNAMED_LOSS))
+    return fact.kind is Kind.EXTRAS_LOST or (is_of_files and is_named and not checkpoint.lost)
 
 
 def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Defect]:

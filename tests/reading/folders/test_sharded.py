@@ -259,11 +259,12 @@ def test_shards_in_containers_that_differ_are_not_torn_out_of_them(tmp_path: Pat
 def test_the_index_says_how_much_is_missing(tmp_path: Path) -> None:
     index = write(tmp_path)
     missing(tmp_path, index)
-    with pytest.raises(UnreadableError, match=r"00002\.safetensors with 2 keys, 24 of 44 bytes \(54\.5 %\):"):
+    lost = r"00002\.safetensors with 2 keys, 24 of 44 bytes \(54\.5 %\); head\.steps, head\.weight are lost:"
+    with pytest.raises(UnreadableError, match=lost):
         ckptfix.open_checkpoint(tmp_path)
     index["metadata"]["total_size"] = 20  # less than there is: not trusted
     write_index(tmp_path, index)
-    with pytest.raises(UnreadableError, match=r"00002\.safetensors with 2 keys: fetch"):
+    with pytest.raises(UnreadableError, match=r"00002\.safetensors with 2 keys; head.* are lost: fetch"):
         ckptfix.open_checkpoint(tmp_path)
 
 
@@ -288,7 +289,7 @@ def test_a_shard_of_a_name_that_is_too_long_is_missing(tmp_path: Path) -> None:
 
 def test_many_missing_shards_are_one_clause(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00009.safetensors")
-    with pytest.raises(UnreadableError, match=r"lacks 8 shards: model-00002-of-00009.* and 4 more: fetch"):
+    with pytest.raises(UnreadableError, match=r"lacks 8 shards: model-00002-of-00009.* and 4 more; .* lost: .*: fetch"):
         ckptfix.open_checkpoint(tmp_path)
 
 
