@@ -96,6 +96,18 @@ def zero3(names: dict[str, Any]) -> Callable[[Path], None]:
     return write
 
 
+def frozen_as(*shape: int) -> Callable[[Path], None]:
+    """Write ZeRO 3 on two ranks, each with five numbers of a frozen weight, and any claimed shape of it."""
+
+    def write(folder: Path) -> None:
+        write_zero3(folder, TENSORS, world=2)
+        for file in folder.glob("*_model_states.pt"):
+            held = {"frozen_param_shapes": {"f": torch.Size(shape)}, "frozen_param_fragments": {"f": torch.ones(5)}}
+            torch.save({**torch.load(file, weights_only=False), **held}, file)
+
+    return write
+
+
 def shared(depth: int) -> Any:
     """Return a dict that contains itself many times: 4^depth values in a few objects."""
     value: Any = {"x": 1}
@@ -153,6 +165,9 @@ FOLDERS = {
     "zero-with-words-for-padding": zero(lambda held: held.update(param_alignment_paddings=[["x", "y"]])),
     "zero-3-with-a-shape-of-terabytes": zero3({"a": Shape(HUGE), "c": Shape(13)}),
     "zero-3-past-the-end": zero3({"a": Shape(5, 7), "c": Shape(500)}),
+    "zero-3-with-a-frozen-weight-that-is-too-small": frozen_as(1, 7),
+    "zero-3-with-a-frozen-weight-of-nothing": frozen_as(0, 7),
+    "zero-3-with-a-frozen-weight-of-terabytes": frozen_as(HUGE),
     "megatron-on-a-hundred-thousand-ranks": megatron_of(tensor_model_parallel_size=100_000),
     "megatron-on-more": megatron_of(tensor_model_parallel_size=1 << 19, pipeline_model_parallel_size=1 << 19),
     "megatron-with-stages-that-are-not-there": megatron_of(pipeline_model_parallel_size=1 << 18),
@@ -165,6 +180,11 @@ FOLDERS = {
 def test_a_typed_error(tmp_path: Path, name: str) -> None:
     FOLDERS[name](tmp_path)
     assert outcome(tmp_path) == REFUSED
+
+
+def test_a_frozen_weight_of_its_shape_is_taken(tmp_path: Path) -> None:
+    frozen_as(2, 5)(tmp_path)
+    assert torch.equal(ckptfix.open_checkpoint(tmp_path).state_dict()["f"], torch.ones(2, 5))
 
 
 def test_a_container_that_holds_itself_is_walked_once(tmp_path: Path) -> None:

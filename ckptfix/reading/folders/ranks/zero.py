@@ -649,6 +649,12 @@ def frozen_parameters(root: Any, roots: Mapping[int, Any], world: int, files: Ra
             made[name] = lost(name, shape, path)
             continue
         spread = Spread([Flat.joined([parts[rank]] if rank in parts else []) for rank in range(world)])
+        share, held = spread.share(math.prod(shape)), sorted({part.numel for part in parts.values()})
+        if held != [share]:
+            raise UnreadableError(
+                f"{path}: each rank should hold {share} numbers of {name}, by its shape {list(shape)}, and they hold "
+                f"{first_names(held)}; the files are from different saves or damaged"
+            )
         made[name] = spread.tensor(name, shape, 0, path)
         files.lacking[name] += made[name].itemsize * elements_of(shape, world, absent)
     return made
