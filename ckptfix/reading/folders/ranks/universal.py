@@ -89,6 +89,13 @@ def document(files: RankFiles) -> Document:
     held = {f"{name}/{field}.pt": tensor for name, found in moments.items() for field, tensor in found.items()}
     files.note_repeated({file: [tensor] for file, tensor in held.items() if not file.endswith("/step.pt")})
     zero.note_masters(files, root["module"], trained)
+    # Files of the optimizer: a master that cannot be read is an error.
+    files.damage[:] = [
+        replace(fact, kind=Kind.SHARD_UNREADABLE)
+        if fact.kind is Kind.RANK_UNREADABLE and fact.place.startswith(f"{PARAMETERS}/")
+        else fact
+        for fact in files.damage
+    ]
     version = root.get("ds_version")
     release = f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
     halves = {name: entry for name, entry in root["module"].items() if isinstance(entry, TensorSpec)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.core.finding import Level
 from ckptfix.errors import UnreadableError
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import unpacked
@@ -87,6 +88,19 @@ def test_a_missing_moment_is_damage(tmp_path: Path, field: str) -> None:
     (left,) = report.left
     assert (left.code, report.exit_code) == ("FIL203", 1)
     assert f"data other than weights is lost: the file lacks the shard ln.weight/{field}.pt" in left.message
+
+
+@pytest.mark.parametrize("names", [["optimizer_state.pt"], ["ln.weight/exp_avg.pt", "ln.weight/exp_avg_sq.pt"]])
+def test_files_of_the_optimizer_that_cannot_be_read_are_a_loss(tmp_path: Path, names: list[str]) -> None:
+    folder, truth = unpacked(STAGES[0], tmp_path)
+    for name in names:
+        (folder / TAG / "zero" / name).write_bytes(b"PK, and nothing of it")
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth", salvage=True).report
+    (left,) = report.left
+    assert (left.code, left.level, report.exit_code) == ("FIL203", Level.ERROR, 1)
+    assert "data other than weights is lost" in left.message
+    assert all(f"zero/{name}" in left.message for name in names)
+    assert torch.load(tmp_path / "whole.pth")["module"].keys() == truth.keys()
 
 
 def test_parameters_with_one_moment_or_none_are_whole(tmp_path: Path) -> None:
