@@ -25,9 +25,8 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, WriteError
 from ckptfix.maps.optimizer_states import optimizer_of
 from ckptfix.maps.recipes import number_of
-from ckptfix.reading.folders.ranks.names import LATEST, LATEST_UNIVERSAL
+from ckptfix.reading.folders.ranks.names import LATEST, LATEST_UNIVERSAL, OF_DEEPSPEED
 from ckptfix.reading.folders.ranks.universal import GROUPS, MASTER, PARAMETERS
-from ckptfix.reading.folders.ranks.zero import NAME as ZERO
 from ckptfix.reading.folders.ranks.zero import beside
 from ckptfix.writing.atomic import temporary_folder_beside, unwritten
 from ckptfix.writing.output import Written, without_state_dict, write_to
@@ -145,11 +144,13 @@ def temporary_universal(output: Path, checkpoint: Checkpoint) -> Iterator[tuple[
 
 
 def _tag(checkpoint: Checkpoint) -> str:
-    """Return the tag: that of the source if it has one, because accelerate (``pytorch_model``) and Lightning
-    (``checkpoint``) load only their own."""
+    """Return the tag: the folder of the source if it is one of a run, because accelerate (``pytorch_model``) and
+    Lightning (``checkpoint``) load only their own."""
     root: Any = checkpoint.root
     folder, steps = Path(checkpoint.path), root["global_steps"]
-    if checkpoint.format == ZERO and small_text(folder.parent / LATEST).strip() == folder.name:
+    if checkpoint.format in OF_DEEPSPEED and any(
+        small_text(folder.parent / name).strip() for name in (LATEST, LATEST_UNIVERSAL)
+    ):
         return folder.name
     return f"global_step{steps}" if type(steps) is int else "step"
 

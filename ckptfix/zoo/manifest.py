@@ -23,6 +23,7 @@ from msgspec import Struct, ValidationError, convert
 from msgspec.structs import asdict, fields, replace
 
 from ckptfix.errors import UsageError, WriteError
+from ckptfix.reading.folders.ranks.universal import GROUPS, PARAMETERS
 
 SOURCE = "source"
 _BEGIN = b'{"source":"'
@@ -223,6 +224,12 @@ class Record(Struct, frozen=True):
     def written(self) -> tuple[str, ...]:
         """The files of the output, relative to the destination; empty if nothing was written."""
         return self.output_parts or ((self.output,) if self.output is not None and self.output_size is not None else ())
+
+    @property
+    def is_tag(self) -> bool:
+        """Whether the output is the folder of a tag with a universal checkpoint, which needs ``latest_universal`` next
+        to it. One with that file in it is complete."""
+        return f"{self.output}/{PARAMETERS}/{GROUPS}" in self.output_parts
 
     @property
     def is_to_be_tried_again(self) -> bool:

@@ -169,6 +169,7 @@ def migrate(
         known = {record.source: record for record in read_manifest(workspace.manifest)}
         workspace.weights.index()
         outputs = {name: record.output for name, record in known.items()}
+        tags = {name for name, record in known.items() if record.is_tag}
         plan = MigrationPlan(
             items,
             known,
@@ -176,6 +177,7 @@ def migrate(
             source,
             destination,
             outputs,
+            tags,
             decided,
             tuple(again),
             others,
@@ -184,7 +186,7 @@ def migrate(
             is_grouped=runs.is_grouped and new.root is not None,
             verifies=verify,
         )
-        _run(runs, plan, workspace, summary, outputs, watch)
+        _run(runs, plan, workspace, summary, outputs, tags, watch)
         if not dry_run:
             workspace.close_journals(outputs)
         summary.seconds = time.monotonic() - summary.began
@@ -200,13 +202,16 @@ def _run(
     workspace: Workspace,
     summary: Summary,
     outputs: dict[str, str | None],
+    tags: set[str],
     watch: Callable[[Summary], None],
 ) -> None:
     def done_before(item: Item, before: Record) -> None:
         summary.count(before.outcome, item.size, before.output_size, earlier=True)
 
     def written(done: Done) -> None:
-        outputs[done.record.source] = done.record.output
+        source = done.record.source
+        outputs[source] = done.record.output
+        (tags.add if done.record.is_tag else tags.discard)(source)
         summary.count(done.record.outcome, done.record.size, done.record.output_size, earlier=done.is_known)
         workspace.publish()
 

@@ -143,7 +143,7 @@ def copy_other(job: Job, path: Path, area: JobFiles) -> Done:
     if job.others is Others.SKIP or job.item.fault is not None:
         remarks = (job.item.fault,) if job.item.fault is not None else ()
         return Done(job.number, job.record(Outcome.OTHER, remarks=remarks))
-    name = free_name(job.item.name)
+    name = job.output if job.item.names is not None else free_name(job.item.name)
     refuse_taken(job, name)
     sha256 = sha256_of_file(path)
     staged = () if job.dry_run else _copied(job, path, name, area)
@@ -195,8 +195,13 @@ def _several(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dic
     """Return the written files as staged, and their fields of the record: shards, a model with its optimizer, or the
     files of a universal checkpoint."""
     found = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+    own = basename(goal)
+    if job.item.kind is ItemKind.FOLDER and (folder / own / own).is_dir():
+        # The source is the folder of a tag, and so is the output: the file that names the tag belongs next to it.
+        within = f"{own}/{own}/"
+        found = {name.removeprefix(f"{own}/"): file for name, file in found.items() if name.startswith(within)}
     # The model, the index or the file that names the tag comes last: readers find the others through it.
-    names = sorted(found, key=lambda name: (name.startswith(basename(goal)), -name.count("/"), name))
+    names = sorted(found, key=lambda name: (name.startswith(own), -name.count("/"), name))
     files = [found[name] for name in names]
     is_flushed = not _is_flushed_later(job) and not job.item.beside
     staged = tuple(
@@ -205,7 +210,7 @@ def _several(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dic
     parts = tuple(each.name for each in staged)
     size = sum(file.stat().st_size for file in files)
     digest = sha256_of_files(zip(parts, files, strict=True))
-    is_folder = (folder / basename(goal)).is_dir()
+    is_folder = (folder / own).is_dir()
     output = goal if is_folder else parts[-1]
     return staged, {"output": output, "output_size": size, "output_parts": parts, "output_sha256": digest}
 

@@ -14,6 +14,7 @@ import shutil
 import stat
 import unicodedata
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +128,8 @@ class LocalPlace(Struct, frozen=True):
         _copy(file, self.root / name)
 
     def remove(self, name: str) -> None:
-        """Remove a file. A folder stays: it is in an old manifest that does not list its files."""
+        """Remove a file, and the folders that are empty without it. A folder stays: it is in an old manifest that does
+        not list its files."""
         file = self.root / name
         if file.is_dir() and not file.is_symlink():
             return
@@ -135,6 +137,9 @@ class LocalPlace(Struct, frozen=True):
             file.unlink(missing_ok=True)
         except OSError as error:
             raise explained(error, self.where(name), "removed") from error
+        with suppress(OSError):  # one that is not empty
+            for folder in file.parents[: name.count("/")]:
+                folder.rmdir()
 
     def where(self, name: str) -> str:
         return str(self.root / name)

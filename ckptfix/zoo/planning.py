@@ -1,7 +1,7 @@
 """Plans the jobs of a migration: what to do with each item, its output's name, and what is done already."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property
@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.errors import UsageError
+from ckptfix.reading.folders.ranks.names import LATEST, LATEST_UNIVERSAL
 from ckptfix.zoo.items import Item, ItemKind
 from ckptfix.zoo.job import Job, Others
 from ckptfix.zoo.manifest import OWN_NAMES, Journal, Outcome, Record, free_name, version
@@ -37,6 +38,7 @@ class MigrationPlan(Struct, dict=True):
     source: str
     destination: str
     outputs: Mapping[str, str | None] = {}  # of all sources, in earlier runs and this one so far
+    tags: Container[str] = ()  # the sources whose outputs are tags of universal checkpoints
     # The table with options given only for these items, which are decisions and not changed settings.
     decided: Table | None = None
     again: tuple[str, ...] = ()
@@ -111,12 +113,20 @@ class MigrationPlan(Struct, dict=True):
         if before is None or before.output_size is None:
             return []
         new = {*record.output_parts, record.output}
-        # The claim of a file that names a checkpoint, which is not copied after all.
-        own = record.output is None and any(item.name == record.source and item.names for item in self.items)
+        # Its own claims: of a file that names a checkpoint, which is not copied after all, or under another name, and
+        # of a folder that was written in another format.
+        own = {
+            name
+            for item in self.items
+            if item.name == record.source and (item.names or (item.kind is ItemKind.FOLDER and record.output))
+            for name in _names(item, item.name)
+        }
         return [
             name
             for name in before.written
-            if name not in new and self._claims[name] <= own and self._old_outputs[name] <= (name == before.output)
+            if name not in new
+            and self._claims[name] <= (name in own)
+            and self._old_outputs[name] <= (name == before.output)
         ]
 
     def _job(self, number: int, item: Item) -> Job:
@@ -129,6 +139,11 @@ class MigrationPlan(Struct, dict=True):
         if item.names is not None and self.outputs.get(item.names, item.names) != item.names:
             item = replace(item, fault=f"names {item.names}, which the destination does not have under this name")
             settings = Others.SKIP.value
+        elif basename(item.name) == LATEST and item.names in self.tags:
+            output = join(dirname(item.name), LATEST_UNIVERSAL)
+            settings += f" {LATEST_UNIVERSAL}"
+            if self._claims[output]:
+                item = replace(item, fault=f"names {item.names}, and another source is written as {output}")
         return Job(
             number,
             item,

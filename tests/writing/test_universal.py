@@ -20,8 +20,8 @@ def load(path: Path) -> Any:
 def test_masters_and_moments_equal_those_of_deepspeed(tmp_path: Path) -> None:
     theirs, _ = unpacked("universal_zero2", tmp_path / "theirs")
     ckptfix.repair(theirs, output=tmp_path / "ours", format="universal")
-    assert (tmp_path / "ours" / "latest_universal").read_text() == "global_step2"
-    ours, theirs = tmp_path / "ours" / "global_step2", theirs / "global_step2_universal"
+    assert (tmp_path / "ours" / "latest_universal").read_text() == "global_step2_universal"
+    ours, theirs = tmp_path / "ours" / "global_step2_universal", theirs / "global_step2_universal"
     written = sorted(path.relative_to(ours / "zero").as_posix() for path in (ours / "zero").glob("*/*.pt"))
     trained = [path.parent for path in (theirs / "zero").glob("*/exp_avg.pt")]
     kinds = ("exp_avg", "exp_avg_sq", "fp32", "step")
@@ -170,11 +170,12 @@ def test_an_existing_folder_is_not_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tag", ["pytorch_model", "checkpoint"])
 def test_the_tag_is_that_of_the_source(tmp_path: Path, tag: str) -> None:
-    """accelerate and Lightning load no other; a folder that ``latest`` does not name has none."""
+    """accelerate and Lightning load no other; a folder without ``latest`` next to it is of no run."""
     folder, _ = unpacked("zero2_w2_bf16_g2", tmp_path)
     (folder / "global_step2").rename(folder / tag)
-    for named, expected in ((tag, tag), ("another", "global_step2")):
+    for output, (named, expected) in enumerate(((tag, tag), ("another", tag), ("", "global_step2"))):
         (folder / "latest").write_text(named)
-        ckptfix.repair(folder / tag, output=tmp_path / named, format="universal")
-        assert (tmp_path / named / LATEST_UNIVERSAL).read_text() == expected
-        assert (tmp_path / named / expected / "zero").is_dir()
+        ours = tmp_path / str(output)
+        ckptfix.repair(folder / tag, output=ours, format="universal")
+        assert (ours / LATEST_UNIVERSAL).read_text() == expected
+        assert (ours / expected / "zero").is_dir()

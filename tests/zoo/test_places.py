@@ -231,8 +231,18 @@ def test_what_is_absent_or_no_file(tmp_path: Path):
             place.fetch(name, tmp_path / "goal")
     with pytest.raises(PlaceError, match="cannot be written"):
         place.put(tmp_path / "a/model.pth", "a/model.pth/below")
+    with pytest.raises((ForbiddenError, PlaceError), match="cannot be removed"):
+        place.remove("a/model.pth/below")
     place.remove("a")
     assert (tmp_path / "a/model.pth").is_file()
+
+
+def test_no_empty_folder_of_a_removed_file_stays(tmp_path: Path):
+    place = fill(tmp_path / "zoo", "a/b/c/model.pth", "a/model.pth")
+    place.remove("a/b/c/model.pth")
+    assert [path.name for path in (tmp_path / "zoo/a").iterdir()] == ["model.pth"]
+    place.remove("a/model.pth")
+    assert [*(tmp_path / "zoo").iterdir()] == []
 
 
 def test_a_file_url_is_a_folder(tmp_path: Path):

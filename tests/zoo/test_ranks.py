@@ -1,6 +1,7 @@
 """Folders of ranks in a zoo, and the files that name the latest of them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,50 @@ def records(folder: Path) -> dict[str, Any]:
     return {line["source"]: line for line in lines}
 
 
-def test_a_universal_checkpoint_is_a_folder_and_not_written_again(tmp_path: Path) -> None:
-    """DeepSpeed loads from the folder that has ``latest_universal``."""
+def test_universal_checkpoints_are_the_tags_of_their_run_and_not_written_again(tmp_path: Path) -> None:
+    """DeepSpeed loads ``saved/TAG/zero`` from ``saved``, which has ``latest_universal``; other formats take its place
+    and leave nothing of it, not even folders."""
     old, new = zoo_of(tmp_path), tmp_path / "new"
+    shutil.copytree(old / TAG, old / "saved/epoch1")
+    named = old / "saved/latest"
     finished = []
     for _ in range(2):
         assert zoos.migrate_here(old, new, "--format", "universal").returncode == 0
         line = records(new)[TAG]
         finished.append((line["finished"], line["seconds"]))
     assert finished[0] == finished[1]
-    assert (line["output"], (new / TAG / "latest_universal").read_text()) == (TAG, "global_step2")
-    assert line["output_parts"][-1] == f"{TAG}/latest_universal"
+    assert line["output"] == TAG
+    assert {f"{TAG}/zero/optimizer_state.pt", f"{TAG}/mp_rank_00_model_states.pt"} < {*line["output_parts"]}
     assert line["output_size"] == sum((new / name).stat().st_size for name in line["output_parts"])
+    assert records(new)["saved/latest"]["output"] == "saved/latest_universal"
+    assert sorted(file.name for file in (new / "saved").iterdir()) == ["epoch1", "global_step2", "latest_universal"]
+    assert (new / "saved/latest_universal").read_text() == named.read_text()
     assert zoos.migrate_here(old, new, "--format", "universal", "--verify").returncode == 0
     assert records(new)[TAG]["finished"] == finished[0][0]
-    assert ckptfix.open_checkpoint(new / TAG).format == "universal"
+    for folder in ("saved", TAG, "saved/epoch1"):
+        assert ckptfix.open_checkpoint(new / folder).format == "universal"
+    named.write_text("epoch1")
+    assert zoos.migrate_here(old, new, "--format", "universal").returncode == 0
+    assert (records(new)[TAG]["finished"], (new / "saved/latest_universal").read_text()) == (finished[0][0], "epoch1")
+    assert zoos.migrate_here(old, new, "--format", "pth").returncode == 0
+    assert sorted(file.name for file in (new / "saved").iterdir()) == ["epoch1.pth", "global_step2.pth"]
+
+
+def test_ranks_that_are_kept_keep_the_name_of_the_latest(tmp_path: Path) -> None:
+    """And a second file that names the latest is not replaced by it."""
+    old, new = zoo_of(tmp_path), tmp_path / "new"
+    assert zoos.migrate_here(old, new).returncode == 0
+    assert zoos.migrate_here(old, new, "--format", "universal").returncode == 0
+    names = {"global_step2", "latest_universal"}
+    assert {file.name for file in (new / "saved").iterdir()} == names
+    assert not list(new.rglob("*optim_states.pt"))
+    (old / "saved/latest_universal").write_text("own")
+    assert zoos.migrate_here(old, new, "--format", "universal").returncode == 0
+    assert ({file.name for file in (new / "saved").iterdir()}, records(new)["saved/latest"]["output"]) == (names, None)
+    assert (new / "saved/latest_universal").read_text() == "own"
+    assert zoos.migrate_here(old, new).returncode == 0
+    assert (new / "saved/latest").read_text() == (old / "saved/latest").read_text()
+    assert not (new / TAG / "zero").exists()
 
 
 def test_a_folder_of_an_old_manifest_without_its_files_stays(tmp_path: Path) -> None:
@@ -70,11 +100,13 @@ def test_the_name_of_the_latest_save_is_copied_only_with_its_folder(tmp_path: Pa
     for format, stays in ((None, is_copied), ("safetensors", False), ("pth", False), ("universal", is_copied)):
         done = zoos.migrate_here(old, new, *(("--format", format) if format else ()))
         assert done.returncode == (0 if is_copied or format != "universal" else 2)
-        assert file.is_file() is stays, format
+        is_ours = pointer == "latest" and format == "universal"
+        own = "saved/latest_universal" if is_ours else name
+        assert ((new / own).is_file(), file.is_file()) == (stays, stays and not is_ours), format
         record = records(new)[name]
-        assert (record["output"], record["outcome"]) == (name if stays else None, "other")
+        assert (record["output"], record["outcome"]) == (own if stays else None, "other")
         assert [f"names saved/{tag}" in remark for remark in record["remarks"]] == [True] * (not stays)
-        assert not stays or file.read_text() == text
+        assert not stays or (new / own).read_text() == text
 
 
 def test_a_file_that_names_another_is_copied_if_that_keeps_its_name(tmp_path: Path) -> None:
