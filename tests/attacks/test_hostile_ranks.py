@@ -187,6 +187,14 @@ def test_a_frozen_weight_of_its_shape_is_taken(tmp_path: Path) -> None:
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).state_dict()["f"], torch.ones(2, 5))
 
 
+@pytest.mark.parametrize("dim", [0, 1, 64, -1, 10**9, "32", None])
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_a_false_width_of_llama_does_not_turn_its_embeddings(tmp_path: Path, by_columns: bool, dim: Any) -> None:
+    whole = write_llama(tmp_path, 2, by_columns=by_columns, dim=dim)
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert all(torch.equal(got[key], value) for key, value in whole.items())
+
+
 def test_a_container_that_holds_itself_is_walked_once(tmp_path: Path) -> None:
     bomb(tmp_path)
     assert outcome(tmp_path) == "repaired"

@@ -73,6 +73,9 @@ def document(files: RankFiles) -> Document:
         else:
             _check_layers(folder, weights, params)
         return files.document(NAME, weights, f"Mistral, {counted(len(states), 'file')}")
+    norm = next((norm for state in states.values() if isinstance(norm := state.get("norm.weight"), TensorSpec)), None)
+    if norm is not None and len(norm.shape) == 1:
+        params = {**params, "dim": norm.shape[0]}  # every rank has all of it, whatever params.json says
     files.note_renamed()
     missing = emptied(next(iter(states.values())), str(folder))
     states = {rank: states.get(rank, missing) for rank in range(world)}
