@@ -86,8 +86,10 @@ def document(files: RankFiles) -> Document:
     weights = zero.whole_module(root, trained, frozen, str(files.folder))
     optimizer = _optimizer(files, root["param_shapes"], moments)
     merged = zero.container(files, root, weights, optimizer, any(moments.values()))
-    held = {f"{name}/{field}.pt": tensor for name, found in moments.items() for field, tensor in found.items()}
-    files.note_repeated({file: [tensor] for file, tensor in held.items() if not file.endswith("/step.pt")})
+    held = [(name, field, tensor) for name, found in moments.items() for field, tensor in found.items()]
+    for is_highest in (False, True):  # AMSGrad's highest moments equal the moments as long as these grow
+        chosen = ((name, field, tensor) for name, field, tensor in held if field.startswith("max_") is is_highest)
+        files.note_repeated({f"{name}/{field}.pt": [tensor] for name, field, tensor in chosen if field != "step"})
     zero.note_masters(files, root["module"], trained)
     # Files of the optimizer: a master that cannot be read is an error.
     files.damage[:] = [

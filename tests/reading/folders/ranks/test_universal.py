@@ -149,3 +149,15 @@ def test_files_of_another_parameter_are_named(tmp_path: Path, kind: str) -> None
     (odd,) = (finding for finding in ckptfix.check(folder).findings if finding.level)
     assert odd.code == "FIL105"
     assert "ln.bias" in (odd.keys[0] if kind == "fp32" else odd.message)
+
+
+def test_the_highest_moments_of_amsgrad_may_equal_the_moments(tmp_path: Path) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    parameters = folder / TAG / "zero"
+    for file in parameters.glob("*/exp_avg_sq.pt"):
+        shutil.copy(file, file.with_name("max_exp_avg_sq.pt"))
+    assert not [finding for finding in ckptfix.check(folder).findings if finding.level]
+    shutil.copy(*(parameters / name / "max_exp_avg_sq.pt" for name in ("l2.bias", "ln.bias")))
+    (odd,) = (finding for finding in ckptfix.check(folder).findings if finding.level)
+    assert "ln.bias/max_exp_avg_sq.pt" in odd.message
+    assert "l2.bias/max_exp_avg_sq.pt" in odd.message
