@@ -28,6 +28,7 @@ from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies,
 from ckptfix.reading.folders.ranks.names import LATEST, PIPELINE_LAYER, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining, rules
+from ckptfix.reading.folders.ranks.zero_masters import joined_masters
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -139,7 +140,7 @@ def _take_masters(
     for stage in range(len(roots) // tensor):
         models = range(stage * tensor, (stage + 1) * tensor)
         own = roots[models.start : models.stop]
-        masters = zero.joined_masters(files, models, own, joining, zero_splits.splits_of_ranks(own[0], RULES, weights))
+        masters = joined_masters(files, models, own, joining, zero_splits.splits_of_ranks(own[0], RULES, weights))
         if masters.stage == 3:
             raise UnreadableError(f"{files.folder}: ZeRO stage 3 has no pipelines; its files are from different saves")
         if unknown := masters.tensors.keys() - weights.keys():

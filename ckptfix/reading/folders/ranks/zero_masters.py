@@ -1,0 +1,448 @@
+"""The fp32 masters of DeepSpeed's ZeRO and the moments of its optimizer, from the flat groups of all ranks.
+
+In stages 1 and 2, each optimizer group is a flat run that is split into equal partitions, one per rank. In stage 3,
+each parameter is split into equal shares, and a rank's shares follow one another, in sub-groups. ``param_shapes`` has
+the names in the order of the run. The moments are laid out like the masters, and returned by name. In a mixture of
+experts, a group of experts consists of several runs over fewer ranks, each with its own experts.
+
+Sources: ``deepspeed/runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``,
+``utils/zero_to_fp32.py``, ``checkpoint/ds_to_universal.py`` (0.9 to 0.19)."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckptfix.bytes.limits import shown
+from ckptfix.bytes.sources import is_torn
+from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.objects import Opaque, tensors_in
+from ckptfix.core.parts import Shape, Shapes
+from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
+from ckptfix.core.wording import first_names
+from ckptfix.errors import UnreadableError, damaged
+from ckptfix.reading.folders.chunks import Flat, Spread, gone
+from ckptfix.reading.folders.ranks.files import (
+    MALFORMED,
+    RankFiles,
+    by_rank,
+)
+from ckptfix.reading.folders.ranks.names import ZERO_OPTIM
+from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, joined
+from ckptfix.reading.folders.ranks.zero_numbered import EXPERT_KEY
+from ckptfix.reading.pickles.claims import sizes
+
+# The padding of a flat group has fewer than this many elements per rank; DeepSpeed pads to a multiple of two for each
+# (``nccl_start_alignment_factor``).
+_PADDING, _ALIGNMENT = 16, 2
+# AutoEP stacks the weights of all experts of a layer; a rank has some of them, and a file of an expert has one.
+_STACK = re.compile(r".*\.experts\.w[123]")
+STACKED = re.compile(rf"({_STACK.pattern})\.(\d{{1,6}})")
+
+
+class _States(Struct):
+    """The optimizer states of one rank, as inert data."""
+
+    masters: list[TensorSpec]
+    stage: int
+    counts: list[int]  # number of ranks over which each group is split; fewer than all for a group of experts
+    ranks: list[Any]  # these ranks, if the file lists them: with experts in stage 3
+    paddings: Any
+    # The state_dict of the inner optimizer: `state` by number of the flat group, and `param_groups`.
+    optimizer: Mapping[str, Any]
+    slices: list[dict[str, int]]  # numbers of each parameter in the partition of each group, by name
+    version: str = ""
+    settings: Any = None  # equal on all ranks
+
+    @property
+    def world(self) -> int:
+        return max(self.counts)
+
+    @property
+    def save(self) -> tuple[object, ...]:
+        """Facts that are equal on all ranks of a save."""
+        dtypes = sorted({spec.dtype for spec in tensors_in([self.masters, self.optimizer])})
+        return self.stage, self.counts, dtypes
+
+    @property
+    def steps(self) -> list[float | None] | None:
+        """The step of every flat group, equal on all ranks of a save; None if the file is cut short before one."""
+        found = self.optimizer.get("state")
+        held = [
+            group.get("step")
+            for group in (found if isinstance(found, dict) else {}).values()
+            if isinstance(group, dict)
+        ]
+        is_lost = any(isinstance(step, TensorSpec) and is_torn(step) for step in held)
+        return None if is_lost else [*map(_number, held)]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The key in ``state`` of each flat group."""
+        groups = self.optimizer.get("param_groups", ())
+        return [number for group in groups for number in group.get("params", ()) if type(number) is int]
+
+
+class Masters(Struct):
+    """The merged data of data-parallel ranks: the fp32 masters, and the optimizer's state by name."""
+
+    tensors: dict[str, TensorSpec]
+    optimizer: dict[str, Any] | None
+    stage: int
+    world: int
+    version: str
+
+    @property
+    def release(self) -> str:
+        """The program that wrote them."""
+        return f"DeepSpeed {self.version}".strip() + f", ZeRO stage {self.stage or '1 or 2'}"
+
+
+def joined_masters(
+    files: RankFiles, models: Sequence[int], roots: Sequence[Any], joining: Joining, split_of: SplitOf
+) -> Masters:
+    """Merge the data-parallel ranks of each of these tensor-parallel ranks, and join the results."""
+    parts = [Merging(files, model).masters(root) for model, root in zip(models, roots, strict=True)]
+    optimizers = [part.optimizer for part in parts]
+    if len(parts) == 1:
+        return parts[0]
+    optimizer, states = optimizers[0], [part["state"] for part in optimizers if part is not None]
+    if optimizer is not None and len(states) == len(parts):
+        fields = dict.fromkeys(field for moments in states[0].values() for field in moments)
+        moments_of: dict[str, dict[str, Any]] = {name: {} for name in states[0]}
+        for field in fields:
+            held = [{name: moments[field] for name, moments in state.items() if field in moments} for state in states]
+            for name, moment in joining.join(held, split_of):
+                moments_of[name][field] = moment
+        optimizer = {**optimizer, "state": moments_of}
+    else:
+        optimizer = None
+    return replace(
+        parts[0], tensors=dict(joining.join([part.tensors for part in parts], split_of)), optimizer=optimizer
+    )
+
+
+class _FlatRun(Struct, frozen=True):
+    """A flat run in one or several groups: the ranks over which it is split, and the names and shapes in order."""
+
+    groups: Sequence[int]
+    ranks: Sequence[int]
+    shapes: Shapes
+
+
+def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_FlatRun]:
+    """Yield the runs of all groups; a group of experts has one for each set of ranks with its own experts.
+
+    Each rank numbers its experts from 0. Raises ``ValueError`` if a group without experts is on some ranks only."""
+    world = max(counts)
+    for index, (shapes, count) in enumerate(zip(groups, counts, strict=True)):
+        sets = world // count if count > 0 else 0
+        found = {name: EXPERT_KEY.fullmatch(name) for name in shapes}
+        stacks = {name for name in shapes if sets > 1 and _STACK.fullmatch(name)}
+        if sets * count != world or (sets > 1 and {name for name, match in found.items() if not match} != stacks):
+            raise ValueError(f"group {index} is cut over {count} of {world} ranks")
+        local: dict[str, int] = {}
+        for match in filter(None, found.values()):
+            local[match[1]] = max(local.get(match[1], 0), int(match[2]) + 1)
+        for part in range(sets):
+            named = {
+                f"{match[1]}{part * local[match[1]] + int(match[2])}{match[3]}" if match else name: shapes[name]
+                for name, match in found.items()
+            }
+            named = {f"{name}.{part}" if name in stacks else name: shape for name, shape in named.items()}
+            yield _FlatRun((index,), range(part, world, sets), named)
+
+
+class Merging:
+    """A merge of the optimizer states of ranks that share their parameters."""
+
+    def __init__(self, files: RankFiles, model_rank: int) -> None:
+        self.files, self.path = files, str(files.folder)
+        found = {data: file for (data, model), file in by_rank(files.folder, ZERO_OPTIM).items() if model == model_rank}
+        states = {rank: made for rank, file in found.items() if (made := self._states(file)) is not None}
+        self._name = f"zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
+        if not states:
+            causes = clauses(self.files.damage) or f"has no {self._name.format('*')}"
+            raise damaged(self.path, f"{causes}; no rank can be read")
+        steps = {rank: made.steps for rank, made in states.items()}
+        known = next((own for own in steps.values() if own is not None), None)
+        saves = {rank: (*made.save, known if steps[rank] is None else steps[rank]) for rank, made in states.items()}
+        names = {rank: file.name for rank, file in found.items()}
+        odd = files.of_another_save(saves, names, "stage, number of ranks, dtype or step")
+        self.states = {rank: made for rank, made in states.items() if rank not in odd}
+        self.present = {rank: found[rank] for rank in self.states}
+        self.first = self.states[min(self.states)]
+
+    def masters(self, root: Any) -> Masters:
+        """Return the merged data of the ranks; ``root`` are the model states, which have the names and shapes."""
+        named = {self.present[rank].name: made for rank, made in self.states.items()}
+        self.files.note_repeated({name: [made.masters, made.optimizer] for name, made in named.items()})
+        settings = {name: made.settings for name, made in named.items()}
+        self.files.note_foreign({**settings, "*_model_states.pt": {"ds_config": root.get("ds_config")}})
+        prefix = next(iter(named)).partition("zero_pp_rank")[0]
+        self.files.note_missing(self.first.world, self.present, prefix + self._name)
+        groups: list[dict[str, Shape]] = (
+            [{str(name): sizes(shape) for name, shape in group.items()} for group in root["param_shapes"]]
+            if "param_shapes" in root or not self.first.slices
+            else list(self._in_slices(root["module"]))
+        )
+        every, counts = range(len(self.first.masters)), self.first.counts
+        if self.first.stage == 3 and len(set(counts)) == 1:
+            runs = [_FlatRun(every, range(self.first.world), {name: group[name] for group in groups for name in group})]
+        else:
+            if len(groups) != len(every):
+                raise ValueError(f"{len(every)} groups of weights and names of {len(groups)}")
+            runs = list(_runs(groups, counts))
+            groups = [
+                {STACKED.sub(r"\1", n): s for run in runs if index in run.groups for n, s in run.shapes.items()}
+                for index in every
+            ]
+        for run in runs:
+            said = [self.states[rank].ranks for rank in run.ranks if rank in self.states]
+            if any([*run.ranks] != [*ranks[at]] for ranks in said if ranks for at in run.groups):
+                raise ValueError(f"group {run.groups[0]} is not on the ranks {first_names(run.ranks)}")
+        place = partial(self._spread if self.first.stage == 3 else self._partitions, runs)
+        tensors = place("", lambda made, index: made.masters[index])
+        if tensors is None:
+            raise UnreadableError(f"{self.path}: its slices of weights are not flat tensors, so it is damaged")
+        return Masters(tensors, self._optimizer(place, groups), self.first.stage, self.first.world, self.first.version)
+
+    def _in_slices(self, module: Mapping[str, Any]) -> Iterator[dict[str, Shape]]:
+        """Yield the names and shapes of each group, by the names of the ranks' slices, and the model states, which have
+        no ``param_shapes`` for a model with experts in older releases.
+
+        Raises ``UnreadableError`` if a rank is missing, ``ValueError`` if the slices do not add up."""
+        for index, count in enumerate(self.first.counts):
+            ranks = range(0, self.first.world, self.first.world // max(count, 1))
+            if any(rank not in self.states for rank in ranks):
+                raise damaged(self.path, f"{clauses(self.files.damage)}; only all ranks together name the weights")
+            held: dict[str, int] = {}
+            for name, numel in chain.from_iterable(self.states[rank].slices[index].items() for rank in ranks):
+                held[name] = held.get(name, 0) + numel
+            if odd := [name for name, numel in held.items() if module[name].numel != numel]:
+                raise ValueError(f"slices of {first_names(odd)} that do not add up to its shape")
+            yield {name: module[name].shape for name in held}
+
+    def _states(self, file: Path) -> _States | None:
+        root = self.files.root(file)
+        if root is None:
+            return None
+        try:
+            return _states(root)
+        except MALFORMED as error:
+            raise damaged(file, f"not optimizer states of ZeRO ({type(error).__name__}: {error})") from error
+
+    def _partitions(self, runs: Sequence[_FlatRun], prefix: str, take: _Take) -> dict[str, TensorSpec] | None:
+        """Return the tensors of stages 1 and 2: each run is split into equal partitions. None if these are not flat.
+
+        What ranks lack is noted under the names with ``prefix``."""
+        states, paddings_of = self.states, self.first.paddings
+        made: dict[str, TensorSpec] = {}
+        for run in runs:
+            (group,) = run.groups
+            taken = {at: take(states[rank], group) for at, rank in enumerate(run.ranks) if rank in states}
+            if not all(map(is_flat, taken.values())):
+                return None
+            if not taken:
+                made.update({name: lost(name, shape, self.path) for name, shape in run.shapes.items()})
+                continue
+            paddings = paddings_of[group] if paddings_of else [0] * len(run.shapes)
+            total = sum(map(math.prod, run.shapes.values())) + sum(paddings)
+            length = _length({at: spec.numel for at, spec in taken.items()}, total, len(run.ranks))
+            self._check_length(group, total, length, len(run.ranks))
+            whole = Spread([Flat([(at * length, spec) for at, spec in taken.items()])])
+            start = 0
+            for (name, shape), padding in zip(run.shapes.items(), paddings, strict=True):
+                made[name] = spec = whole.tensor(name, shape, start, self.path)
+                if is_torn(spec):
+                    held = whole.flats[0].count(start, start + spec.numel)
+                    self.files.lacking[f"{prefix}{name}"] += (spec.numel - held) * spec.itemsize
+                start += spec.numel + padding
+            self._note_short(
+                {run.ranks[at]: (spec.numel, min(length, total - at * length)) for at, spec in taken.items()}
+            )
+        return restacked(made, self.path)
+
+    def _check_length(self, index: int, wanted: int, length: int, world: int) -> None:
+        """Raise ``UnreadableError`` unless a group's partitions have the size of its parameters and padding."""
+        if not wanted <= length * world < wanted + _PADDING * world:
+            raise UnreadableError(
+                f"{self.path}: group {index} has names and shapes of {wanted} numbers, and its {world} partitions hold"
+                f" {length} each; its files are from different saves or damaged"
+            )
+
+    def _note_short(self, held: Mapping[int, tuple[int, int]]) -> None:
+        """Record as damage the ranks with fewer elements than their partition has."""
+        for rank, (there, size) in held.items():
+            fact = Fact.of(Kind.RANK_SHORT, self.present[rank].name, there=there, size=size)
+            if there < size and fact not in self.files.damage:
+                self.files.damage.append(fact)
+
+    def _spread(self, runs: Sequence[_FlatRun], prefix: str, take: _Take) -> dict[str, TensorSpec] | None:
+        """Return the tensors of stage 3: each is split into equal shares. None if the ranks' tensors are not flat."""
+        made: dict[str, TensorSpec] = {}
+        for run in runs:
+            taken = {
+                rank: [take(self.states[rank], at) for at in run.groups] for rank in run.ranks if rank in self.states
+            }
+            if not all(is_flat(spec) for parts in taken.values() for spec in parts):
+                return None
+            if not taken:
+                made.update({name: lost(name, shape, self.path) for name, shape in run.shapes.items()})
+                continue
+            absent = [at for at, rank in enumerate(run.ranks) if rank not in taken]
+            spread, start = Spread([Flat.joined(taken.get(rank, ())) for rank in run.ranks]), 0
+            for name, shape in run.shapes.items():
+                made[name] = spec = spread.tensor(name, shape, start, self.path)
+                start += spread.share(spec.numel)
+                self.files.lacking[f"{prefix}{name}"] += spec.itemsize * elements_of(shape, len(run.ranks), absent)
+            held = {self.present[rank].name: sum(part.numel for part in parts) for rank, parts in taken.items()}
+            if odd := {name: count for name, count in held.items() if count != start}:
+                raise UnreadableError(
+                    f"{self.path}: each rank should hold {start} numbers, and {first_names(list(odd))} "
+                    f"{'holds' if len(odd) == 1 else 'hold'} {first_names(sorted(set(odd.values())))}; "
+                    "the files are from different saves or damaged"
+                )
+        return restacked(made, self.path)
+
+    def _optimizer(
+        self, place: Callable[[str, _Take], dict[str, TensorSpec] | None], groups: Sequence[Shapes]
+    ) -> dict[str, Any] | None:
+        """Return the optimizer's state by name; None if it is missing, or not laid out like the masters."""
+        first = self.first
+        numbers, states = first.numbers, first.optimizer.get("state")
+        if not isinstance(states, dict) or set(numbers) - states.keys():
+            return None
+        if not len(set(numbers)) == len(numbers) == len(first.masters):
+            return None
+        made: dict[str, dict[str, Any]] = {name: {} for group in groups for name in group}
+        for field, value in states[numbers[0]].items():
+            if not isinstance(value, TensorSpec) or not value.shape:
+                for group, number in zip(groups, numbers, strict=True):
+                    kept = states[number].get(field)
+                    made.update({name: {**made[name], field: with_own_storage(kept)} for name in group})
+                continue
+            tensors = place(f"{field} of ", partial(_moment, numbers, field))
+            if tensors is None:
+                return None
+            for name, spec in tensors.items():
+                made[name][field] = spec
+        # Stage 3 has a dict of names for each of its sub-groups, as many as there are flat groups.
+        if len(groups) != len(numbers):
+            return None
+        names = dict(zip(numbers, map(list, groups), strict=True))
+        kept = [
+            {**group, "params": [name for number in group["params"] for name in names[number]]}
+            for group in first.optimizer["param_groups"]
+        ]
+        return {"state": made, "param_groups": kept}
+
+
+def restacked(tensors: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return tensors with the parts of AutoEP's stacks of experts joined."""
+    found = {key: match for key in tensors if (match := STACKED.fullmatch(key))}
+    parts: dict[str, dict[int, TensorSpec]] = {}
+    for key, match in found.items():
+        parts.setdefault(match[1], {})[int(match[2])] = tensors[key]
+    if not parts:
+        return tensors
+    whole = {name: joined(name, [held[at] for at in sorted(held)], Split(0), path) for name, held in parts.items()}
+    return OrderedDict({found[key][1] if key in found else key: None for key in tensors}) | {
+        **{key: tensor for key, tensor in tensors.items() if key not in found},
+        **whole,
+    }
+
+
+def _length(held: Mapping[int, int], total: int, count: int) -> int:
+    """Return the length of the ``count`` partitions of a group with ``total`` elements: that of the longest one held.
+
+    The last ones lack their padding. If only such are held, it is computed from the total, provided that each of them
+    then ends where the group ends. ``held`` are numbers of elements by place."""
+    longest = max(held.values())
+    length = -(-total // (count * _ALIGNMENT)) * _ALIGNMENT
+    is_exact = all(numel == total - at * length or at * length >= total for at, numel in held.items())
+    return length if longest * count < total and is_exact else longest
+
+
+def elements_of(shape: Shape, world: int, ranks: Sequence[int]) -> int:
+    """Return how many elements these ranks have of a tensor that is spread evenly over ``world`` ranks."""
+    numel = math.prod(shape)
+    share = -(-numel // world)
+    return sum(min(max(numel - rank * share, 0), share) for rank in ranks)
+
+
+def lost(name: str, shape: tuple[int, ...], path: str) -> TensorSpec:
+    return gone(name, TensorSpec("float32", shape, contiguous_strides(shape)), path)
+
+
+_Take = Callable[[_States, int], Any]  # returns the slice of a flat group from the states of a rank
+
+
+def _moment(numbers: Sequence[int], field: str, states: _States, index: int) -> Any:
+    return states.optimizer["state"][numbers[index]].get(field)
+
+
+def is_flat(value: Any) -> bool:
+    if not isinstance(value, TensorSpec) or len(value.shape) != 1 or value.storage is None:
+        return False
+    return value.is_contiguous and not value.math_bits
+
+
+def _states(root: Any) -> _States:
+    """Return the optimizer states in a file. Raises ``ValueError`` or another of ``MALFORMED`` for other files."""
+    held = root["optimizer_state_dict"]
+    spread = "fp32_flat_groups" in held
+    masters = held["fp32_flat_groups" if spread else "single_partition_of_fp32_groups"]
+    counts = held["partition_count"]
+    inner = held.get("optimizer_state_dict" if spread else "base_optimizer_state")
+    if isinstance(inner, list):  # elastic checkpoints: one dict for each group, without the padding
+        inner = {"state": dict(enumerate(inner)), "param_groups": [{"params": [at]} for at in range(len(inner))]}
+    if not isinstance(masters, list) or not masters or not all(map(is_flat, masters)):
+        raise ValueError(f"{shown(masters)} in the place of flat groups")
+    counts = counts if isinstance(counts, list) else [counts] * len(masters)
+    own = held.get("ds_zero_partition_groups") or []  # with experts in stage 3
+    counts = [group["partition_count"] for group in own] or counts
+    if any(type(count) is not int for count in counts):
+        raise ValueError(f"groups on {first_names(counts)} ranks")
+    paddings = held.get("param_alignment_paddings") or []
+    if any(type(count) is not int or count < 0 for group in paddings for count in group):
+        raise ValueError(f"{shown(paddings)} in the place of paddings")
+    stage = held.get("zero_stage")  # not in states of bf16_optimizer
+    stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
+    version = root.get("ds_version") or held.get("ds_version")
+    return _States(
+        masters,
+        3 if spread else stage if type(stage) is int else 0,
+        counts,
+        [group["partition_ranks"] for group in own],
+        paddings,
+        inner if isinstance(inner, dict) else {},
+        [
+            {str(name): place.attributes["numel"] for name, place in group.items()}
+            for group in held.get("param_slice_mappings") or ()
+        ],
+        version if isinstance(version, str) else "",
+        {
+            "ds_config": root.get("ds_config"),
+            "loss_scaler": held.get("loss_scaler"),
+            "param_groups": inner.get("param_groups") if isinstance(inner, dict) else None,
+        },
+    )
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or the value of a tensor with one float32; None for anything else."""
+    if isinstance(value, TensorSpec) and value.numel == 1 and value.dtype == "float32" and value.storage is not None:
+        start, stop = value.extent
+        return float(struct.unpack("<f", value.storage.source.read(start, stop))[0])
+    return value if isinstance(value, (int, float)) else None
