@@ -93,7 +93,7 @@ def merge_command(report: Report, choices: Mapping[str, Any]) -> str:
         name: value
         for finding in parts
         if finding.level is Level.ERROR
-        for each in finding.remedies
+        for each in finding.remedies[:1]  # the others are other ways
         for name, value in each.options
     }
     return shell_join(command_words(REPAIR, report.source, {**needed, **choices, "output": "model.pth"}))
