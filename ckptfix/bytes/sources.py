@@ -231,6 +231,10 @@ def _regrouped(pieces: Iterable[memoryview], nbytes: int, buffer: memoryview) ->
     for piece in pieces:
         while piece.nbytes:
             count = min(piece.nbytes, buffer.nbytes - filled)
+            if not filled and count in (buffer.nbytes, nbytes):  # copying these took a tenth of a merge
+                yield piece[:count]
+                piece, nbytes = piece[count:], nbytes - count
+                continue
             buffer[filled : filled + count] = piece[:count]
             piece, filled, nbytes = piece[count:], filled + count, nbytes - count
             if filled == buffer.nbytes or not nbytes:

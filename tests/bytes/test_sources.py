@@ -104,8 +104,11 @@ def test_an_archive_between_others(tmp_path: Path, mapped: bool) -> None:
     assert bytes(source.read(1, 6)) == b"econd"
 
 
-def test_joined_sources_are_streamed_in_the_blocks_of_any_other():
-    joined = JoinedBytes(tuple(MemoryBytes(bytes([number]) * size) for number, size in enumerate((5, BLOCK, 3))))
+@pytest.mark.parametrize(
+    "sizes", [(5, BLOCK, 3), (BLOCK, 2 * BLOCK), (2 * BLOCK + 2, BLOCK, 1), (1, 2, 3), (BLOCK + 2, 0, BLOCK, BLOCK - 1)]
+)
+def test_joined_sources_are_streamed_in_the_blocks_of_any_other(sizes: tuple[int, ...]):
+    joined = JoinedBytes(tuple(MemoryBytes(bytes([number]) * size) for number, size in enumerate(sizes)))
     blocks = [bytes(block) for block in stream(joined, 2, joined.nbytes)]
-    assert list(map(len, blocks)) == [BLOCK, 6]
+    assert list(map(len, blocks[:-1])) == [BLOCK] * ((joined.nbytes - 3) // BLOCK)
     assert b"".join(blocks) == bytes(joined.read(2, joined.nbytes))
