@@ -62,8 +62,8 @@ def universal_form(checkpoint: Checkpoint) -> Checkpoint:
     (place, optimizer), *_ = found
     if odd := [name for name in optimizer["state"] if checkpoint.specs[name].dtype != "float32"]:
         raise WriteError(
-            f"{checkpoint.path}: {first_names(odd)} have no fp32 master, which a universal checkpoint needs; cast "
-            "them with ",
+            f"{checkpoint.path}: a universal checkpoint has fp32 masters, and {first_names(odd)} would be "
+            f"{checkpoint.specs[odd[0]].dtype}; write it with ",
             Opt("dtype", "float32"),
         )
     if odd := [name for name in optimizer["state"] if Path(name).name != name]:

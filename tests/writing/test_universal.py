@@ -149,7 +149,7 @@ def test_flat_keys_become_groups_of_parameters_with_the_same_options(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
-        ("w", torch.float16, "w have no fp32 master"),
+        ("w", torch.float16, "w would be float16; write it with"),
         ("../w", torch.float32, "cannot be folder names"),
         ("a/w", torch.float32, "cannot be folder names"),
     ],
