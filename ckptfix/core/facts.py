@@ -335,7 +335,8 @@ def fact_to_json(fact: Fact) -> dict[str, Any]:
 def in_copy(fact: Fact) -> str:
     """Return in words how to get the weights of a ``COMPLETE_COPY``."""
     command = shell_join(["ckptfix", "repair", fact.place, "-o", "model.pth"])
-    return f"take all weights in {fact.data['dtype']}, without the fp32 masters and the optimizer: {command}"
+    masters = "" if fact.data["dtype"] == "float32" else "the fp32 masters and "
+    return f"take all weights in {fact.data['dtype']}, without {masters}the optimizer: {command}"
 
 
 def first_facts(facts: list[Fact], rest: Kind, most: int = 3) -> list[Fact]:
