@@ -7,7 +7,7 @@ in order, the buffers and the frozen parameters. ``latest_universal`` names the 
 Sources: ``deepspeed/checkpoint/ds_to_universal.py``, ``checkpoint/universal_checkpoint.py`` (0.14 to 0.19)."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import ne
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.listing import list_folder
-from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
-from ckptfix.reading.folders.ranks import zero
+from ckptfix.reading.folders.ranks import megatron, zero
 from ckptfix.reading.folders.ranks.files import RankFiles, tagged
 from ckptfix.reading.folders.ranks.names import LATEST_UNIVERSAL, ZERO_MODEL
+from ckptfix.reading.folders.ranks.partition import WHOLE, joined
+from ckptfix.reading.folders.ranks.zero_masters import lost
+from ckptfix.reading.folders.ranks.zero_splits import splits_of_ranks
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -67,16 +70,14 @@ def document(files: RankFiles) -> Document:
     root = states[0]
     shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}
     trained, moments, degree = {}, {}, root.get("mp_world_size")
+    degree = degree if type(degree) is int else 1
     for name, shape in shapes.items():
-        entries = dict(_entries(files, name, shape, degree if type(degree) is int else 1))
-        if MASTER not in entries:
-            raise damaged(
-                files.folder, f"the master of {name} cannot be read ({clauses(files.damage) or 'it has no file'})"
-            )
-        trained[name] = entries.pop(MASTER)
+        entries = dict(_entries(files, name, shape, degree))
+        trained[name] = entries.pop(MASTER, None) or _lost_master(files, root, name, shape, entries, degree)
         moments[name] = entries
-    if lost := _lost_moments(moments):
-        files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=lost, keys=0, nbytes=0, total=0))
+    if missing := (*_missing_masters(files.folder / PARAMETERS, shapes), *_lost_moments(moments)):
+        keys = len(files.lacking)
+        files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=missing, keys=keys, nbytes=0, total=0))
     folders = list_folder(files.folder / PARAMETERS).folders
     if extra := [name for name in folders if name not in shapes and name not in root["module"]]:
         raise UnreadableError(
@@ -85,7 +86,9 @@ def document(files: RankFiles) -> Document:
     frozen = zero.frozen_parameters(root, states, len(states), files) if len(states) > 1 else {}
     weights = zero.whole_module(root, trained, frozen, str(files.folder))
     optimizer = _optimizer(files, root["param_shapes"], moments)
-    merged = zero.container(files, root, weights, optimizer, any(moments.values()))
+    has_groups = (files.folder / PARAMETERS / GROUPS).is_file()
+    why = "" if has_groups else f"fetch {PARAMETERS}/{GROUPS}, which has its groups"
+    merged = zero.container(files, root, weights, optimizer, any(moments.values()), why)
     held = [(name, field, tensor) for name, found in moments.items() for field, tensor in found.items()]
     for is_highest in (False, True):  # AMSGrad's highest moments equal the moments as long as these grow
         chosen = ((name, field, tensor) for name, field, tensor in held if field.startswith("max_") is is_highest)
@@ -134,12 +137,37 @@ def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -
             yield file.stem, value
 
 
+def _lost_master(
+    files: RankFiles, root: Any, name: str, shape: tuple[int, ...], moments: Mapping[str, Any], degree: int
+) -> TensorSpec:
+    """Return the master of a parameter whose file is missing or cannot be read, with its bytes marked as lost.
+
+    Its shape is that of its moments, or else that in the model states, which with ``degree`` tensor-parallel ranks is
+    the shape of a part."""
+    path = str(files.folder)
+    whole = next((kept.shape for field, kept in moments.items() if field in _ADAM), None)
+    master = lost(name, whole or shape, path)
+    if degree > 1 and whole is None:
+        parts = [master] * degree
+        split = splits_of_ranks(root, megatron.RULES, root["module"])(name, parts)
+        master = joined(name, parts, split or WHOLE, path)
+    files.lacking[name] += master.nbytes
+    return master
+
+
+def _missing_masters(parameters: Path, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the files of masters that are missing, or the folders of their parameters if these are missing."""
+    folders = set(list_folder(parameters).folders)
+    files = (name if name not in folders else f"{name}/{MASTER}.pt" for name in names)
+    return tuple(f"{PARAMETERS}/{name}" for name in files if not (parameters / name).exists())
+
+
 def _lost_moments(moments: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the files of moments that are missing: of parameters with one of Adam's two if another has both."""
     if not any(held.keys() >= _ADAM for held in moments.values()):
         return ()
     halves = {name: _ADAM - held.keys() for name, held in moments.items() if len(_ADAM & held.keys()) == 1}
-    return tuple(f"{name}/{field}.pt" for name, fields in halves.items() for field in fields)
+    return tuple(f"{PARAMETERS}/{name}/{field}.pt" for name, fields in halves.items() for field in sorted(fields))
 
 
 def _optimizer(

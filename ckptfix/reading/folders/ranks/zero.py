@@ -205,13 +205,16 @@ def complete_copy(root: Any, models: Mapping[tuple[int, ...], Path]) -> Fact | N
     return Fact.of(Kind.COMPLETE_COPY, str(file), dtype=held[0].dtype)
 
 
-def container(files: RankFiles, root: Any, weights: Any, optimizer: Any, has_optimizer: bool) -> dict[str, Any]:
-    """Return model states with whole weights and the optimizer by name; if it is None, remark that it is left out."""
+def container(
+    files: RankFiles, root: Any, weights: Any, optimizer: Any, has_optimizer: bool, why: str = ""
+) -> dict[str, Any]:
+    """Return model states with whole weights and the optimizer by name; if it is None, remark that it is left out, and
+    ``why``."""
     merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
     if optimizer is not None:
         merged["optimizer"] = optimizer
     elif has_optimizer:
-        files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+        files.remarks[Fact.of(Kind.RANK_LEFT_OUT, "optimizer", **({"why": why} if why else {}))] = None
     return merged
 
 

@@ -61,19 +61,52 @@ def test_a_parameter_without_model_states_is_a_file_of_its_own(tmp_path: Path) -
     assert ckptfix.open_checkpoint(folder / TAG / "zero/l1.weight/fp32.pt").keys() == ["param"]
 
 
+def test_missing_model_states_are_named(tmp_path: Path) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    (folder / TAG / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(UnreadableError, match="has no model states of rank 0"):
+        ckptfix.open_checkpoint(folder / TAG)
+
+
+@pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("lost", "said"),
     [
-        ("zero/l1.weight/fp32.pt", "the master of l1.weight cannot be read (it has no file)"),
-        ("mp_rank_00_model_states.pt", "has no model states of rank 0"),
+        ("l1.weight", "lacks the shard zero/l1.weight with 1 key"),
+        ("l1.weight/fp32.pt", "lacks the shard zero/l1.weight/fp32.pt with 1 key"),
+        ("l1.weight/fp32.pt", "zero/l1.weight/fp32.pt: the file is empty"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, damage: str, message: str) -> None:
+def test_a_missing_master_is_named_and_the_others_are_kept(tmp_path: Path, name: str, lost: str, said: str) -> None:
+    folder, truth = unpacked(name, tmp_path)
+    place = folder / TAG / "zero" / lost
+    if said.startswith("lacks"):
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    else:
+        place.write_bytes(b"")
+    with pytest.raises(UnreadableError, match=f"{said}.* lacks 308 bytes of 1 tensor"):
+        ckptfix.open_checkpoint(folder)
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth", salvage=True).report
+    assert ([finding.keys for finding in report.left], report.exit_code) == ([("l1.weight",)], 1)
+    got = torch.load(tmp_path / "whole.pth")["module"]
+    assert got.keys() == truth.keys() - {"l1.weight"}
+    for key, value in got.items():
+        assert bytes_of(value.to(truth[key].dtype)) == bytes_of(truth[key]), key
+
+
+@pytest.mark.parametrize("moments", [True, False])
+def test_a_missing_master_of_tensor_parallel_ranks_has_the_shape_of_the_whole(tmp_path: Path, moments: bool) -> None:
+    """By its moments, or else by the patterns of names; the model states have the shape of a part."""
     folder, _ = unpacked(STAGES[0], tmp_path)
-    (folder / TAG / damage).unlink()
-    with pytest.raises(UnreadableError) as caught:
-        ckptfix.open_checkpoint(folder / TAG)
-    assert message in str(caught.value)
+    states = folder / TAG / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(states, weights_only=False), "mp_world_size": 2, "universal_checkpoint_info": {}}, states)
+    for file in (folder / TAG / "zero" / "l1.weight").iterdir():
+        file.unlink()
+    if moments:
+        torch.save({"param": torch.ones(11, 14), "cat_dim": 1}, folder / TAG / "zero" / "l1.weight" / "exp_avg.pt")
+    lost = ckptfix.open_checkpoint(folder, salvage=True).lost["l1.weight"]
+    assert lost is not None
+    assert lost.shape == ((11, 14) if moments else (22, 7))
 
 
 @pytest.mark.parametrize("field", ["exp_avg", "exp_avg_sq"])
@@ -81,13 +114,13 @@ def test_a_missing_moment_is_damage(tmp_path: Path, field: str) -> None:
     folder, _ = unpacked(STAGES[0], tmp_path)
     file = folder / TAG / "zero" / "ln.weight" / f"{field}.pt"
     file.unlink()
-    with pytest.raises(UnreadableError, match=rf"lacks the shard ln\.weight/{field}\.pt"):
+    with pytest.raises(UnreadableError, match=rf"lacks the shard zero/ln\.weight/{field}\.pt"):
         ckptfix.open_checkpoint(folder)
     assert "ln.weight" in ckptfix.open_checkpoint(folder, salvage=True).specs
     report = ckptfix.repair(folder, output=tmp_path / "whole.pth", salvage=True).report
     (left,) = report.left
     assert (left.code, report.exit_code) == ("FIL203", 1)
-    assert f"data other than weights is lost: the file lacks the shard ln.weight/{field}.pt" in left.message
+    assert f"data other than weights is lost: the file lacks the shard zero/ln.weight/{field}.pt" in left.message
 
 
 @pytest.mark.parametrize("names", [["optimizer_state.pt"], ["ln.weight/exp_avg.pt", "ln.weight/exp_avg_sq.pt"]])
@@ -103,6 +136,13 @@ def test_files_of_the_optimizer_that_cannot_be_read_are_a_loss(tmp_path: Path, n
     assert torch.load(tmp_path / "whole.pth")["module"].keys() == truth.keys()
 
 
+def test_missing_groups_of_the_optimizer_are_named(tmp_path: Path) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    (folder / TAG / "zero" / "optimizer_state.pt").unlink()
+    (note,) = (found for found in ckptfix.check(folder).findings if "left out" in found.message)
+    assert note.message.endswith("optimizer (fetch zero/optimizer_state.pt, which has its groups)")
+
+
 def test_parameters_with_one_moment_or_none_are_whole(tmp_path: Path) -> None:
     """As with Lion, and with optimizers that have other moments for some parameters."""
     folder, _ = unpacked(STAGES[0], tmp_path)
@@ -116,7 +156,7 @@ def test_masters_of_another_model_are_refused(tmp_path: Path) -> None:
     folder, _ = unpacked(STAGES[0], tmp_path)
     (folder / TAG / "zero" / "l1.weight").rename(folder / TAG / "zero" / "l9.weight")
     torch.save({"param": torch.ones(11, 7)}, folder / TAG / "zero" / "l9.weight" / "fp32.pt")
-    with pytest.raises(UnreadableError, match=r"the master of l1\.weight"):
+    with pytest.raises(UnreadableError, match=r"the model states do not name l9\.weight"):
         ckptfix.open_checkpoint(folder)
 
 
