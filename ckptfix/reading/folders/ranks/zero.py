@@ -220,9 +220,10 @@ def container(
 
 def _trained(root: Any) -> dict[str, Shape]:
     """Return the shapes of the parameters in model states, of tied ones only the first."""
-    module, buffers = root["module"], root.get("buffer_names") or ()
+    module, buffers = root["module"], {*(root.get("buffer_names") or ())}
     found = {spec.view: name for name, spec in reversed(module.items()) if isinstance(spec, TensorSpec)}
-    return {name: module[name].shape for name in module if name in found.values() and name not in buffers}
+    first = {*found.values()}
+    return {name: module[name].shape for name in module if name in first and name not in buffers}
 
 
 def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:
