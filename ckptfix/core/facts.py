@@ -99,6 +99,13 @@ def _ranks_lacking(fact: Fact) -> str:
     return f"lacks {counted(absent, 'rank')} of {ranks}: {', '.join(names)}{more}"
 
 
+def _experts_lacking(fact: Fact) -> str:
+    absent, experts, names = (fact.data[name] for name in ("absent", "experts", "names"))
+    more = f" and {absent - len(names)} more" if absent > len(names) else ""
+    files = f"the {'file' if absent == 1 else 'files'} of {absent} of {counted(experts, 'expert')}"
+    return f"lacks {files}: {', '.join(names)}{more}"
+
+
 def _bytes_lacking(fact: Fact) -> str:
     tensors = counted(len(fact.data["keys"]), "tensor")
     return f"lacks {counted(fact.data['nbytes'], 'byte')} of {tensors} that no other file has"
@@ -232,6 +239,7 @@ class Kind(Enum):
     RANK_UNREADABLE = ("rank-unreadable", "has a rank that cannot be read ({error})")
     RANK_SHORT = ("rank-short", "has an incomplete rank: {place} has {there} of {size} numbers")
     RANKS_LACKING = ("ranks-lacking", _ranks_lacking)
+    EXPERTS_LACKING = ("experts-lacking", _experts_lacking)
     BYTES_LACKING = ("bytes-lacking", _bytes_lacking)
     RANKS_STRANGE = ("ranks-strange", "has files of ranks beyond the {ranks} that saved it: {names:names}")
     RANKS_OF_ANOTHER_SAVE = ("ranks-of-another-save", "has ranks from another save than most: {names:names}")
@@ -349,7 +357,7 @@ def first_facts(facts: list[Fact], rest: Kind, most: int = 3) -> list[Fact]:
 BESIDE = frozenset({Kind.INDEX_STALE, Kind.INDEX_MOVED, Kind.HEADER_NOTES})
 
 # The existing files are intact, and others have to be fetched.
-ABSENT = frozenset({Kind.RANKS_LACKING, Kind.RANKS_MISSING, Kind.SHARDS_MISSING})
+ABSENT = frozenset({Kind.RANKS_LACKING, Kind.RANKS_MISSING, Kind.SHARDS_MISSING, Kind.EXPERTS_LACKING})
 
 # A tensor may differ from what was saved.
 DOUBTS = frozenset({Kind.DOUBTFUL_NAMES, Kind.DOUBTFUL_VALUES})

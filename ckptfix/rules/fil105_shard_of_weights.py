@@ -170,6 +170,11 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         dtype = fact.data["dtype"]
         cast = Remedy.of("writes them as the training used them", dtype=dtype)
         yield rule.finding(Level.NOTE, clause(fact), evidence={"trained in": dtype}, remedies=(cast,))
+    for fact in checkpoint.remarked(Kind.EXPERTS_LACKING):
+        yield rule.finding(
+            Level.NOTE,
+            f"the folder {clause(fact)}; the weights here are the masters, but DeepSpeed does not resume without them",
+        )
     for kind, cause in _MIXED.items():
         if odd := [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarked(kind)]:
             yield rule.finding(

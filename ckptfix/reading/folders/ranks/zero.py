@@ -20,9 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
-from ckptfix.bytes.limits import shown
 from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind, clauses, in_copy
@@ -46,8 +43,8 @@ from ckptfix.reading.folders.ranks.files import (
 from ckptfix.reading.folders.ranks.names import LATEST, ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining
+from ckptfix.reading.folders.ranks.zero_experts import take_experts
 from ckptfix.reading.folders.ranks.zero_masters import (
-    STACKED,
     Masters,
     elements_of,
     is_flat,
@@ -55,13 +52,14 @@ from ckptfix.reading.folders.ranks.zero_masters import (
     lost,
     restacked,
 )
-from ckptfix.reading.folders.ranks.zero_numbered import EXPERT_KEY, merged_optimizer
+from ckptfix.reading.folders.ranks.zero_numbered import merged_optimizer
 from ckptfix.reading.folders.ranks.zero_splits import check_degree, splits_of_ranks
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
 NAME = "zero"
 
+_SPREAD = "zero_pp_rank"  # the start of the names of model states of stage 3
 _FRAGMENTS = "frozen_param_fragments"
 
 # Entries of model states that are only used to merge the ranks.
@@ -134,18 +132,11 @@ def document(files: RankFiles) -> Document:
     degree = roots[0].get("mp_world_size")
     if tensor != list(range(degree if type(degree) is int and 0 < degree <= MOST_RANKS else len(tensor))):
         raise UnreadableError(f"{path}: has files of {len(tensor)} of {degree} tensor-parallel ranks; fetch the others")
-    experts = by_rank(files.folder, ZERO_EXPERT)
     if type(degree) is not int and len(tensor) > 1:
         check_degree(path, roots[0]["module"], len(tensor))
     plain = _trained(roots[0])
-    for (_, expert, rank), file in experts.items():
-        roots[rank]["module"].update(_of_expert(files, file, expert))
-    counts = roots[0].get("num_experts") if experts and not optim else None
-    if isinstance(counts, list) and all(type(count) is int and count < MOST_RANKS for count in counts):
-        wanted = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
-        if absent := sorted(wanted - {numbers[:2] for numbers in experts}):
-            names = [f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt" for layer, expert in absent]
-            raise UnreadableError(f"{path}: lacks {first_names(names)}; fetch them")
+    are_spread = any(file.name.startswith(_SPREAD) for file in models.values())
+    experts = take_experts(files, roots, are_spread)
     for root in roots:
         root["module"] = restacked(root["module"], path)
         listed = root["shared_params"] if "shared_params" in root else _copied(root["module"])
@@ -153,13 +144,14 @@ def document(files: RankFiles) -> Document:
     joining, split_of = Joining(path), splits_of_ranks(roots[0], megatron.RULES, roots[0]["module"])
     neox, modules = Neox(files.folder), [root["module"] for root in roots]
     has_masters = bool(optim) and not neox.is_summed(modules)
-    complete = complete_copy(roots[0], models) if has_masters and len(tensor) == 1 and not experts else None
+    complete = complete_copy(roots[0], models) if has_masters and len(tensor) == 1 and not experts.are_there else None
     try:
         masters = joined_masters(files, tensor, roots, joining, split_of) if has_masters else None
     except UnreadableError as error:
         if complete is None or not files.damage:
             raise
         raise UnreadableError(f"{error}, or {in_copy(complete)}", data=error.data) from error
+    experts.note(files, masters.tensors if masters else None)
     if complete is not None and files.damage:
         files.remarks[complete] = None
     frozen: Mapping[str, Any] = {}
@@ -224,20 +216,6 @@ def _trained(root: Any) -> dict[str, Shape]:
     found = {spec.view: name for name, spec in reversed(module.items()) if isinstance(spec, TensorSpec)}
     first = {*found.values()}
     return {name: module[name].shape for name in module if name in first and name not in buffers}
-
-
-def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:
-    """Return the weights in the file of an expert; those of AutoEP as a stack of one.
-
-    Raises ``UnreadableError`` if they belong to another expert."""
-    made = {}
-    for key, spec in (files.root(file) or {}).items():
-        stacked = STACKED.fullmatch(str(key))
-        match = stacked or EXPERT_KEY.fullmatch(str(key))
-        if match is None or int(match[2]) != expert or not isinstance(spec, TensorSpec):
-            raise damaged(file, f"holds {shown(key)}, which expert {expert} does not have")
-        made[key] = replace(spec, shape=(1, *spec.shape), strides=(spec.numel, *spec.strides)) if stacked else spec
-    return made
 
 
 def _routers(root: Any, path: str) -> dict[str, str]:
