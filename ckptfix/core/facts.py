@@ -243,6 +243,7 @@ class Kind(Enum):
     BYTES_LACKING = ("bytes-lacking", _bytes_lacking)
     RANKS_STRANGE = ("ranks-strange", "has files of ranks beyond the {ranks} that saved it: {names:names}")
     RANKS_OF_ANOTHER_SAVE = ("ranks-of-another-save", "has ranks from another save than most: {names:names}")
+    COPIES_TAKEN = ("copies-taken", "has lost fp32 masters: its weights are the copies in {dtypes:names}")
     ITEM_DAMAGED = ("item-damaged", _item_damaged)
     RANKS_DIFFER = ("ranks-differ", _ranks_differ)
     # Observations other than damage.

@@ -102,7 +102,7 @@ def _is_beside(fact: Fact, checkpoint: Checkpoint) -> bool:
     files of which no weight is lost."""
     is_of_files = fact.kind in (Kind.SHARDS_MISSING, Kind.SHARD_UNREADABLE)
     is_named = not any(checkpoint.remarked(Kind.UNNAMED_LOSS))
-    return fact.kind is Kind.EXTRAS_LOST or (is_of_files and is_named and not checkpoint.lost)
+    return fact.kind in (Kind.EXTRAS_LOST, Kind.COPIES_TAKEN) or (is_of_files and is_named and not checkpoint.lost)
 
 
 def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Defect]:

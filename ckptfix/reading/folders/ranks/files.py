@@ -32,7 +32,7 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Arithm
 # Keys of numbers that are equal on all ranks of a save.
 COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter", "num_updates"))
 
-_LISTED = 4
+LISTED = 4  # files of missing ranks that are named
 _MOST_ABSENT = 1024  # missing ranks whose parts of each weight are listed
 _MOST_UNREADABLE = 256  # files that are opened until the first one that can be read
 _FACTS = 4096
@@ -135,7 +135,7 @@ def _is_number(value: object) -> bool:
 
 
 def _are_few(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= _LISTED and all(map(_is_number, value))
+    return isinstance(value, list) and len(value) <= LISTED and all(map(_is_number, value))
 
 
 def note_copies(remarks: dict[Fact, None], keys: Iterable[str], may_drift: bool = True) -> None:
@@ -260,7 +260,7 @@ class RankFiles:
             self.damage.append(Fact.of(Kind.RANKS_STRANGE, ranks=world, names=tuple(extra)))
         if absent := world - sum(rank < world for rank in present):
             names = (pattern.format(rank) for rank in range(world) if rank not in present)
-            first = tuple(next(names) for _ in range(min(absent, _LISTED)))
+            first = tuple(next(names) for _ in range(min(absent, LISTED)))
             self.damage.append(Fact.of(Kind.RANKS_LACKING, absent=absent, ranks=world, names=first))
 
     def check_absent(self, absent: int) -> None:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.files import small_text
-from ckptfix.bytes.sources import ComputedBytes
+from ckptfix.bytes.sources import ComputedBytes, is_torn
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.chunks import gone
 from ckptfix.reading.folders.ranks.files import note_copies
 from ckptfix.reading.folders.ranks.partition import Joining, SplitOf
 from ckptfix.reading.tensors import bytes_of, torch_dtype
@@ -72,8 +73,9 @@ class Neox:
             is_sum = is_summed and _SUMMED.search(key) is not None
             if is_sum or (self._is_one and "norm" in key and key in joining.differing):
                 joining.differing.pop(key, None)
-                self._computed[prefix + key] = "sum" if is_sum else "mean"
                 entry = _computed(key, [state.get(key) for state in states], is_sum, joining.path)
+                if not is_torn(entry):
+                    self._computed[prefix + key] = "sum" if is_sum else "mean"
             yield key, entry
 
     def note(self, remarks: dict[Fact, None], ranks: int, masters: Collection[str]) -> None:
@@ -85,8 +87,10 @@ class Neox:
 
 
 def _computed(name: str, parts: Sequence[Any], is_sum: bool, path: str) -> TensorSpec:
-    """Return the sum or mean of the tensors of all ranks in their dtype, computed as in GPT-NeoX."""
+    """Return the sum or mean of the tensors of all ranks in their dtype, computed as in GPT-NeoX; lost if a rank is."""
     first: TensorSpec = parts[0]
+    if any(map(is_torn, parts)):
+        return gone(name, first, path)
     if any((part.dtype, part.shape) != (first.dtype, first.shape) or not part.is_contiguous for part in parts):
         raise UnreadableError(f"{path}: its ranks have {name} in different shapes; put the files of one save together")
     size = first.itemsize

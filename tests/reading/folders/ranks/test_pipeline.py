@@ -69,18 +69,74 @@ def test_the_states_of_a_stage_stand_for_the_folder(tmp_path: Path) -> None:
         assert ckptfix.open_checkpoint(place).keys() == list(truth)
 
 
+TIED = "tied_modules.embed.word_embeddings.weight"
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "said", "keys"),
     [
-        ("layer_03-model_states.pt", "lacks the file of layer_03, which its model states name; fetch it"),
-        ("mp_rank_01_model_states.pt", "has model states of 1 of 2 stages of its pipeline"),
+        ("layer_03-model_states.pt", r"the shard layer_03-model_states\.pt", ["3.ln.weight", "3.fc.bias"]),
+        ("layer_00-model_states.pt", "the shard the layer of tied_modules.embed", [TIED]),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, name: str, message: str) -> None:
-    folder, _ = unpacked("pipeline_pp2", tmp_path)
+def test_weights_of_a_missing_layer_are_the_masters_or_else_lost(
+    tmp_path: Path, name: str, said: str, keys: list[str]
+) -> None:
+    folder, truth = unpacked("pipeline_pp2", tmp_path)
     (folder / TAG / name).unlink()
-    with pytest.raises(UnreadableError, match=message):
+    with pytest.raises(UnreadableError, match=f"lacks {said}.* the 15 tensors of the others"):
         ckptfix.open_checkpoint(folder)
+    report = ckptfix.repair(folder, output=tmp_path / "masters.pth", salvage=True).report
+    assert (report.exit_code, len(report.left)) == (1, 1)
+    got = torch.load(tmp_path / "masters.pth")
+    assert got["optimizer"]["state"].keys() == got["module"].keys() == truth.keys()
+    assert all(bytes_of(got["module"][key]) == bytes_of(value) for key, value in truth.items())
+    for file in (folder / TAG).glob("*optim_states.pt"):
+        file.unlink()
+    report = ckptfix.repair(folder, output=tmp_path / "halves.pth", salvage=True).report
+    lost = {key for finding in report.left for key in finding.keys}
+    assert lost >= set(keys)
+    (fact,) = (fact for fact in ckptfix.open_checkpoint(folder, salvage=True).damage if fact.kind is Kind.BYTES_LACKING)
+    assert fact.data["nbytes"] == sum(2 * truth[key].numel() for key in lost)
+    halves = torch.load(tmp_path / "halves.pth")["module"]
+    assert halves.keys() == truth.keys() - lost
+    assert all(bytes_of(value) == bytes_of(truth[key].bfloat16()) for key, value in halves.items())
+
+
+@pytest.mark.parametrize("change", ["unlink", "empty"])
+def test_without_the_masters_of_a_stage_all_weights_are_those_of_the_layers(tmp_path: Path, change: str) -> None:
+    folder, truth = unpacked("pipeline_pp2", tmp_path)
+    file = folder / TAG / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    file.unlink() if change == "unlink" else file.write_bytes(b"")
+    with pytest.raises(UnreadableError, match=file.name) as caught:
+        ckptfix.open_checkpoint(folder)
+    assert "take all 15 tensors" in str(caught.value)
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth", salvage=True).report
+    assert (report.exit_code, [finding.code for finding in report.left]) == (1, ["FIL203"])
+    assert "its weights are the copies in bfloat16" in report.left[0].message
+    got = torch.load(tmp_path / "whole.pth")
+    assert "optimizer" not in got or got["optimizer"] is None
+    assert got["module"].keys() == truth.keys()
+    assert all(bytes_of(got["module"][key]) == bytes_of(value.bfloat16()) for key, value in truth.items())
+    lacking = {f"{field} of {key}": 4 * truth[key].numel() for key in truth if key[0] in "45" for field in FIELDS}
+    facts = ckptfix.open_checkpoint(folder, salvage=True).damage
+    (fact,) = (fact for fact in facts if fact.kind is Kind.BYTES_LACKING)
+    assert (set(fact.data["keys"]), fact.data["nbytes"]) == (set(lacking), sum(lacking.values()))
+
+
+FIELDS = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+def test_without_the_model_states_of_a_stage_the_layers_are_kept(tmp_path: Path) -> None:
+    folder, truth = unpacked("pipeline_pp2", tmp_path)
+    (folder / TAG / "mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(UnreadableError, match=r"lacks 1 rank of 2: mp_rank_01_model_states\.pt"):
+        ckptfix.open_checkpoint(folder)
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth", salvage=True).report
+    assert (report.exit_code, {finding.code for finding in report.left}) == (1, {"FIL203"})
+    got = torch.load(tmp_path / "whole.pth")["module"]
+    assert got.keys() == truth.keys()
+    assert all(bytes_of(got[key]) == bytes_of(value.bfloat16()) for key, value in truth.items())
 
 
 def save_layer(folder: Path, layer: int, ranks: list[dict[str, Any]]) -> None:
@@ -240,12 +296,27 @@ def test_a_model_of_gpt_neox_without_a_pipeline(
     assert kinds == {Kind.RANKS_COMPUTED if is_mean else Kind.RANK_COPIES}
 
 
-def test_a_missing_rank_of_a_layer_is_named(tmp_path: Path) -> None:
-    ranks, _ = divided("self_attention")
+@pytest.mark.parametrize("change", ["unlink", "empty"])
+def test_a_missing_rank_of_a_layer_is_named_with_its_bytes(tmp_path: Path, change: str) -> None:
+    ranks, whole = divided("self_attention")
     save_layer(tmp_path, 3, ranks)
     save_layer(tmp_path, 4, ranks)
-    (tmp_path / "layer_04-model_01-model_states.pt").unlink()
-    with pytest.raises(
-        UnreadableError, match=r"3 of 4 files of its layers \(missing: layer_04-model_01-model_states\.pt\)"
-    ):
+    file = tmp_path / "layer_04-model_01-model_states.pt"
+    file.unlink() if change == "unlink" else file.write_bytes(b"")
+    divisions = {key for key in whole if "norm" not in key and not key.endswith("dense.bias")}
+    nbytes = sum(ranks[1][key].nbytes for key in divisions)
+    with pytest.raises(UnreadableError, match=rf"{file.name}.* lacks {nbytes} bytes of {len(divisions)} tensors"):
         ckptfix.open_checkpoint(tmp_path)
+    checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert checkpoint.lost.keys() == {f"4.{key}" for key in divisions}
+    got = checkpoint.state_dict()
+    assert all(torch.equal(got[f"3.{key}"], value) for key, value in whole.items())
+    assert all(torch.equal(got[f"4.{key}"], value) for key, value in whole.items() if key not in divisions)
+
+
+def test_sums_of_gpt_neox_are_lost_with_a_rank(tmp_path: Path) -> None:
+    save_neox(tmp_path, RESIDUAL)
+    (tmp_path / "layer_02-model_01-model_states.pt").unlink()
+    lost = ckptfix.open_checkpoint(tmp_path, salvage=True).lost
+    assert {"2.attention.dense.bias", "2.input_layernorm.weight", "2.attention.dense.weight"} <= lost.keys()
+    assert "5.norm.weight" not in lost
