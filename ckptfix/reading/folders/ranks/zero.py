@@ -14,9 +14,10 @@ Sources: ``deepspeed/runtime/engine.py``, ``utils/zero_to_fp32.py``, ``checkpoin
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining
 from ckptfix.reading.folders.ranks.zero_experts import take_experts
 from ckptfix.reading.folders.ranks.zero_masters import (
+    STACK,
     Masters,
     elements_of,
     is_flat,
@@ -95,10 +97,17 @@ def beside(path: Path) -> Path | None:
     folder = path if path.is_dir() else path.parent
     with suppress(CkptfixError, OSError):
         if ZERO_MODEL.fullmatch(path.name):
-            return folder if by_rank(folder, ZERO_OPTIM) else None
+            return folder if by_rank(folder, ZERO_OPTIM) and _is_whole(folder) else None
         found = find(folder) if path.exists() and (folder / LATEST).is_file() else None
         return found if found != folder else None
     return None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a folder has every rank. Raises ``CkptfixError`` if it cannot be read without salvage."""
+    files = RankFiles(folder, salvage=False)
+    with files.merging():
+        return not document(files).damage
 
 
 def _has_states(folder: Path) -> bool:
@@ -144,15 +153,13 @@ def document(files: RankFiles) -> Document:
     joining, split_of = Joining(path), splits_of_ranks(roots[0], megatron.RULES, roots[0]["module"])
     neox, modules = Neox(files.folder), [root["module"] for root in roots]
     has_masters = bool(optim) and not neox.is_summed(modules)
-    complete = complete_copy(roots[0], models) if has_masters and len(tensor) == 1 and not experts.are_there else None
-    try:
-        masters = joined_masters(files, tensor, roots, joining, split_of) if has_masters else None
-    except UnreadableError as error:
-        if complete is None or not files.damage:
-            raise
-        raise UnreadableError(f"{error}, or {in_copy(complete)}", data=error.data) from error
+    complete = complete_copy(files.folder, roots) if has_masters and not experts.absent else None
+    merge = partial(joined_masters, files, tensor, roots, joining, split_of)
+    masters = _masters(files, merge, complete) if has_masters else None
+    if masters is None:
+        joining.differing.clear()
     experts.note(files, masters.tensors if masters else None)
-    if complete is not None and files.damage:
+    if complete is not None and masters is not None and files.damage:
         files.remarks[complete] = None
     frozen: Mapping[str, Any] = {}
     if masters is not None and masters.stage == 3:
@@ -184,17 +191,48 @@ def document(files: RankFiles) -> Document:
     return files.document(NAME, merged, producer, copies_of(masters, root["module"], path) if masters else {})
 
 
-def complete_copy(root: Any, models: Mapping[tuple[int, ...], Path]) -> Fact | None:
-    """Return the file with the model states if it has every weight in the training's dtype, as in stages 1 and 2; None
-    if any is empty or incomplete."""
-    file, module = models.get((0, 0)), root["module"]
-    names = [str(name) for group in root.get("param_shapes") or () for name in group]
-    held = [entry for entry in map(module.get, names) if isinstance(entry, TensorSpec)]
-    is_whole = bool(names) and len(held) == len(names) and not any(map(is_torn, tensors_in(module)))
-    shapes = [sizes(shape) for group in root.get("param_shapes") or () for shape in group.values()]
-    if file is None or not is_whole or [spec.shape for spec in held] != shapes or folder_of(file) is not None:
-        return None
-    return Fact.of(Kind.COMPLETE_COPY, str(file), dtype=held[0].dtype)
+def complete_copy(folder: Path, roots: Sequence[Any]) -> Fact | None:
+    """Return the first file of the model states if these, with the files of experts, have every weight in the
+    training's dtype, as in stages 1 and 2; None if any is empty or incomplete."""
+    dtypes: Counter[str] = Counter()
+    for root in roots:
+        module = root["module"]
+        tensors = {name: entry for name, entry in module.items() if isinstance(entry, TensorSpec)}
+        shapes = {str(name): sizes(shape) for group in root.get("param_shapes") or () for name, shape in group.items()}
+        if "param_shapes" not in root and root.get("num_experts"):  # older releases do not list them with experts
+            shapes = {name: spec.shape for name, spec in tensors.items() if spec.numel}
+        if not shapes or shapes.keys() - tensors.keys() or any(map(is_torn, tensors_in(module))):
+            return None
+        if any(tensors[name].shape != shape for name, shape in shapes.items() if not STACK.fullmatch(name)):
+            return None
+        dtypes.update(tensors[name].dtype for name in shapes)
+    file = folder / "mp_rank_00_model_states.pt"
+    return Fact.of(Kind.COMPLETE_COPY, str(file), dtype=dtypes.most_common(1)[0][0]) if file.is_file() else None
+
+
+def _masters(files: RankFiles, merge: Callable[[], Masters], complete: Fact | None) -> Masters | None:
+    """Return the masters; None if these are not whole and a file of the complete model states was named.
+
+    Otherwise, the error names that file."""
+    takes_copy = complete is not None and files.named is not None and not ZERO_OPTIM.fullmatch(files.named.name)
+    remarks, damage = dict(files.remarks), len(files.damage)
+    try:
+        masters = merge()
+    except UnreadableError as error:
+        if complete is None:
+            raise
+        if not takes_copy:
+            raise UnreadableError(*error.args, f", or {in_copy(complete)}", data=error.data) from error
+        why = str(error).removeprefix(f"{files.folder}: ").partition(";")[0]
+    else:
+        if not takes_copy or len(files.damage) == damage:
+            return masters
+        why = clauses(files.damage[damage:])
+    files.remarks = remarks
+    files.lacking.clear()
+    del files.damage[damage:]
+    files.remarks[Fact.of(Kind.RANK_LEFT_OUT, "optimizer", why=why)] = None
+    return None
 
 
 def container(
@@ -205,7 +243,9 @@ def container(
     merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
     if optimizer is not None:
         merged["optimizer"] = optimizer
-    elif has_optimizer:
+    elif has_optimizer and not any(
+        (fact.kind, fact.place) == (Kind.RANK_LEFT_OUT, "optimizer") for fact in files.remarks
+    ):
         files.remarks[Fact.of(Kind.RANK_LEFT_OUT, "optimizer", **({"why": why} if why else {}))] = None
     return merged
 

@@ -46,8 +46,8 @@ from ckptfix.reading.pickles.claims import sizes
 # (``nccl_start_alignment_factor``).
 _PADDING, _ALIGNMENT = 16, 2
 # AutoEP stacks the weights of all experts of a layer; a rank has some of them, and a file of an expert has one.
-_STACK = re.compile(r".*\.experts\.w[123]")
-STACKED = re.compile(rf"({_STACK.pattern})\.(\d{{1,6}})")
+STACK = re.compile(r".*\.experts\.w[123]")
+STACKED = re.compile(rf"({STACK.pattern})\.(\d{{1,6}})")
 
 
 class _States(Struct):
@@ -148,7 +148,7 @@ def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_FlatRun]
     for index, (shapes, count) in enumerate(zip(groups, counts, strict=True)):
         sets = world // count if count > 0 else 0
         found = {name: EXPERT_KEY.fullmatch(name) for name in shapes}
-        stacks = {name for name in shapes if sets > 1 and _STACK.fullmatch(name)}
+        stacks = {name for name in shapes if sets > 1 and STACK.fullmatch(name)}
         if sets * count != world or (sets > 1 and {name for name, match in found.items() if not match} != stacks):
             raise ValueError(f"group {index} is cut over {count} of {world} ranks")
         local: dict[str, int] = {}

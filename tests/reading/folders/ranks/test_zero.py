@@ -270,6 +270,10 @@ def _change(file: Path, change: Callable[[Any], None]) -> None:
     torch.save(states, file)
 
 
+def _train_on(states: Any) -> None:
+    states["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] += 1
+
+
 def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
     folder, truth = saved(tmp_path)
     (folder / TAG / _optim(1)).unlink()
@@ -385,10 +389,7 @@ def test_a_missing_rank_of_stage_3_leaves_buffers(tmp_path: Path) -> None:
 def test_a_rank_of_another_step_is_named(tmp_path: Path) -> None:
     write_zero(tmp_path, TENSORS, world=3)
 
-    def train_on(states: Any) -> None:
-        states["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] += 1
-
-    _change(tmp_path / _optim(2), train_on)
+    _change(tmp_path / _optim(2), _train_on)
     with pytest.raises(UnreadableError, match=f"from different saves: {_optim(2)}, unlike the other 2"):
         ckptfix.open_checkpoint(tmp_path)
     salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
@@ -594,17 +595,18 @@ def test_ranks_of_optimizers_without_zero_are_all_there_and_of_one_save(tmp_path
         assert "optimizer" not in root
 
 
+def _age(states: Any) -> None:
+    """Reduce the model states of a model with experts to what DeepSpeed before 0.19.6 writes."""
+    kept = {"module", "lr_scheduler", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts"}
+    for key in states.keys() - kept:
+        del states[key]
+
+
 @pytest.mark.parametrize("name", ["moe_w4_ep2", "moe_zero1_w4_ep2"])
 def test_experts_of_older_releases_have_the_names_of_their_slices(tmp_path: Path, name: str) -> None:
-    """DeepSpeed 0.12 to 0.16 write fewer model states for models with experts."""
+    """DeepSpeed 0.12 to 0.19.5 write fewer model states for models with experts."""
     folder, truth = unpacked(name, tmp_path)
-    kept = {"module", "lr_scheduler", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts"}
-
-    def age(states: Any) -> None:
-        for key in states.keys() - kept:
-            del states[key]
-
-    _change(folder / TAG / "mp_rank_00_model_states.pt", age)
+    _change(folder / TAG / "mp_rank_00_model_states.pt", _age)
     root: Any = ckptfix.open_checkpoint(folder).root
     got = ckptfix.open_checkpoint(folder).state_dict()
     for key, value in truth.items():
@@ -783,6 +785,56 @@ def test_weights_that_the_model_states_have_are_offered_if_a_rank_is_lost(
     if ranks == (1,):
         report = ckptfix.check(folder, salvage=True)
         assert any(command in remedy.text for finding in report.left for remedy in finding.remedies)
+
+
+@pytest.mark.parametrize("lose", [_remove, _cut])
+@pytest.mark.parametrize("name", ["tp2_zero2_w4_bf16", "moe_w4_ep2", "moe_zero1_w4_ep2 of 0.16", "autoep_w4_ep2"])
+def test_weights_in_several_model_states_are_offered_if_a_rank_is_lost(
+    tmp_path: Path, lose: Callable[[Path], None], name: str
+) -> None:
+    """The file in the command stands for the model states of all tensor-parallel ranks, or with those of experts."""
+    folder, truth = unpacked(name.partition(" ")[0], tmp_path)
+    (optim,) = folder.glob(f"*/bf16_{_optim(1)}")
+    states = optim.with_name("mp_rank_00_model_states.pt")
+    if name.endswith(" of 0.16"):
+        _change(states, _age)
+    whole = ckptfix.open_checkpoint(states)
+    assert whole.specs["l1.weight" if "l1.weight" in truth else next(iter(truth))].dtype == "float32"
+    lose(optim)
+    with pytest.raises(UnreadableError, match="take all weights in bfloat16") as caught:
+        ckptfix.open_checkpoint(folder)
+    assert f"ckptfix repair {states} -o " in str(caught.value)
+    report = ckptfix.repair(states, output=tmp_path / "model.pth").report
+    assert any(
+        "left out: optimizer (" in finding.message and optim.name in finding.message for finding in report.findings
+    )
+    written = torch.load(tmp_path / "model.pth")
+    weights = {key: value for key, value in truth.items() if "/" not in key}
+    assert all(bytes_of(written["module"][key]) == bytes_of(value.bfloat16()) for key, value in weights.items())
+    assert (written.get("optimizer"), written["module"].keys()) == (None, {*whole.keys()})
+
+
+def test_weights_of_the_model_states_are_offered_if_a_rank_is_of_another_step(tmp_path: Path) -> None:
+    write_zero(tmp_path, TENSORS, world=3)
+    _change(tmp_path / _optim(2), _train_on)
+    with pytest.raises(UnreadableError, match="from different saves") as caught:
+        ckptfix.open_checkpoint(tmp_path)
+    states = tmp_path / "mp_rank_00_model_states.pt"
+    offer = f"take all weights in float32, without the optimizer: ckptfix repair {states} -o"
+    assert caught.value.worded(lambda option: f"<{option.name}>").partition(" with <salvage>, or ")[2].startswith(offer)
+
+
+def test_no_one_is_sent_back_to_a_folder_that_lacks_a_rank(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path, "zero2_w2_bf16_g2")
+    states, optim = folder / TAG / "mp_rank_00_model_states.pt", folder / TAG / f"bf16_{_optim(1)}"
+
+    def hints() -> list[str]:
+        return [finding.message for finding in ckptfix.check(states).findings if "name their folder" in finding.message]
+
+    assert len(hints()) == 1
+    for lose in (_cut, _remove):
+        lose(optim)
+        assert hints() == []
 
 
 @pytest.mark.parametrize("name", ["zero3_w3_bf16_g2", "zero2_w2_bf16_g2"])
