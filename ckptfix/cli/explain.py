@@ -57,6 +57,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
             concise_lines,
             full_lines,
             is_one_rank,
+            is_resumable,
             merge_command,
             reading_code,
             salvage_command,
@@ -71,18 +72,24 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
         subject = MessageContext(
             file,
             option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices}),
-            is_folder=is_folder,
+            folder=file if file is not None and is_folder else "",
         )
         if isinstance(report, CkptfixError):
             subject = replace(subject, code="", is_unreadable=True, salvaging=salvage_command(report, file or ""))
         elif report is not None and file is not None:
+            import ckptfix
+
             which = {name: choices[name] for name in ("weights", "member") if name in choices}
+            merging = merge_command(report, choices)
+            checkpoint = ckptfix.open_checkpoint(file, **which)
             subject = replace(
                 subject,
                 code=reading_code(report, file, which),
-                entries=_entries(file, which),
-                merging=merge_command(report, choices),
+                entries=_entries(checkpoint.root),
+                merging=merging,
+                folder=report.source if merging and not is_folder else subject.folder,
                 is_rank=is_one_rank(report),
+                is_resumable=merging == "" or is_resumable(checkpoint),
                 keeps_weights=any(Blocks.FILLING in finding.blocks for finding in report.findings),
             )
         explanation = explain_text(given, subject)
@@ -95,7 +102,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
         if form == "json":
             write_output(json.dumps(to_json(explanation, close, verdict), indent=2, allow_nan=False) + "\n")
         elif explanation is None:
-            console.write(unknown_lines(close))
+            console.write(unknown_lines(close, is_checked=verdict is not None))
         elif form == "concise":
             console.write(concise_lines(explanation), plain=True)
         else:
@@ -119,11 +126,8 @@ def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report |
         return error
 
 
-def _entries(file: str, which: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the file's top-level entries that are not None."""
-    import ckptfix
-
-    root = ckptfix.open_checkpoint(file, **which).root
+def _entries(root: Any) -> frozenset[str]:
+    """Return the names of a container's entries that are not None."""
     return frozenset(name for name in root if root[name] is not None) if isinstance(root, dict) else frozenset()
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.config import parse_toml
 from ckptfix.errors import one_line
-from ckptfix.explain.advice import Advice, Cause, MessageContext, filled, filled_advice
+from ckptfix.explain.advice import MERGE, Advice, Cause, MessageContext, Requirement, filled, filled_advice
 from ckptfix.explain.fit import read_fit
 from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages
 
@@ -85,7 +85,11 @@ def _load() -> tuple[KnownMessage, ...]:
             elif not text:
                 yield Advice(do)
             else:
-                yield Advice(text, command=do) if do.startswith("ckptfix ") else Advice(text, code=do)
+                said, needs = (text["text"], Requirement(text["needs"])) if isinstance(text, dict) else (text, None)
+                if do.startswith("ckptfix "):
+                    yield Advice(said, command=do, needs=needs)
+                else:
+                    yield Advice(said, code=do, needs=needs)
 
     def record(name: str, entry: dict[str, Any]) -> KnownMessage:
         lists = {field: tuple(value) for field, value in entry.items() if isinstance(value, list)}
@@ -98,10 +102,7 @@ RECORDS = _load()  # Every known message. A message matches one of them, not cou
 
 
 _OF_RANK = "The file holds one rank's part of each weight, and the rest is in the files of the other ranks."
-_MERGE = Advice(
-    "puts the files of all ranks together, as the training left them in one folder",
-    command="ckptfix repair FOLDER -o model.pth",
-)
+_MERGE = Advice("puts the files of all ranks together, as the training left them in one folder", command=MERGE)
 _SPREAD = (
     "The folder is a checkpoint of a distributed training. The weights are spread over its files, which only the"
     " framework that saved them loads as they are."
@@ -216,17 +217,14 @@ def _explanation(
     if subject.merging and _is_about_loading(record.about_file, record.codes):
         # The keys and shapes in the message are one rank's, and say nothing of the whole.
         own_causes = ((_SPREAD, ()),)
-        merge = Advice("puts them together into one file", command=subject.merging)
-        own = [each for each in record.advice if each.code or each.command.startswith("ckptfix repair FOLDER --")]
-        advice = (*own, merge) if own and own[0].command else (merge, *own)
+        merge = Advice("puts them together into one file", command=MERGE)
+        own = [each for each in record.advice if each.code or each.needs is Requirement.RESUMABLE]
+        advice = (*own, merge) if own and own[0].command and subject.is_resumable else (merge, *own)
     elif subject.is_rank and _is_about_loading(record.about_file, record.codes):
         own_causes = ((_OF_RANK, ()), *own_causes)
-        advice = (_MERGE, *(each for each in advice if each.command != _MERGE.command))
-    if subject.salvaging and not any("--salvage" in each.command for each in advice):
-        advice = (
-            *advice,
-            Advice("writes the tensors that are whole", command=subject.salvaging),
-        )
+        advice = (_MERGE, *(each for each in advice if each.command != MERGE))
+    if subject.salvaging and not any(each.salvages for each in advice):
+        advice = (*advice, Advice("writes the tensors that are whole", subject.salvaging, needs=Requirement.PART))
     is_held = record.held != "" and captured.get("key") in subject.entries
     path = json.dumps(subject.file, ensure_ascii=False) if subject.file else "path"
     values = {

@@ -16,7 +16,7 @@ from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target
 from ckptfix.core.wording import KEEP_STATISTICS
 from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
-from ckptfix.explain.advice import Advice, Cause
+from ckptfix.explain.advice import Advice, Cause, Requirement
 from ckptfix.explain.mismatch import Mismatch, read_mismatch
 from ckptfix.explain.shapes import advice_on_shapes, shape_causes
 from ckptfix.explain.text import Message
@@ -36,7 +36,8 @@ def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
     mismatch = read_mismatch(message)
     if name := _container_key(mismatch):
         said = f"load_state_dict got the whole container; the weights are in it under {name!r}."
-        take = Advice("takes the weights out of the container", code=f'model.load_state_dict(checkpoint["{name}"])')
+        code = f'model.load_state_dict(checkpoint["{name}"])'
+        take = Advice("takes the weights out of the container", code=code, needs=Requirement.WHOLE)
         return ((said, ()),), (
             take,
             Advice("shows what the container holds, and where its weights are", "ckptfix inspect {FILE}"),
@@ -48,7 +49,10 @@ def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
         )
         code = 'state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}'
         check = Advice("says whether the file fits your model as it is", "ckptfix check {FILE} --model {MODEL}")
-        return ((said, ()),), (Advice("removes the prefix only if there is one", code=code), check)
+        return ((said, ()),), (
+            Advice("removes the prefix only if there is one", code=code, needs=Requirement.WHOLE),
+            check,
+        )
     if {*mismatch.unexpected} == {"state", "param_groups"}:
         said = "load_state_dict of the model got the state of an optimizer, which has its own load_state_dict."
         return ((said, ()),), (
@@ -109,6 +113,7 @@ def _adapter(mismatch: Mismatch) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]
             Advice(
                 "loads the weights before the adapter is added",
                 code="model.load_state_dict(state_dict); model = get_peft_model(model, config)",
+                needs=Requirement.WHOLE,
             ),
             Advice("compares the file with your model without its adapter", "ckptfix check {FILE} --model {MODEL}"),
         )
@@ -324,8 +329,10 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
     if any(map(_OF_FSDP.search, (*mismatch.unexpected, *mismatch.shapes))) or any(
         0 in stored for stored, _ in mismatch.shapes.values()
     ):
-        merge = "ckptfix repair FOLDER --model {MODEL} -o model.pth"
-        yield Advice("puts the ranks together, with the files of all of them in one folder", merge)
+        merge = "ckptfix repair {FOLDER} --model {MODEL} -o model.pth"
+        yield Advice(
+            "puts the ranks together, with the files of all of them in one folder", merge, needs=Requirement.RANKS
+        )
         yield Advice(
             "Or save again as a whole: FULL_STATE_DICT of FSDP, stage3_gather_16bit_weights_on_model_save of ZeRO-3."
         )
@@ -336,6 +343,7 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         yield Advice(
             "leaves the counters out",
             code='state_dict = {k: v for k, v in state_dict.items() if not k.endswith("num_batches_tracked")}',
+            needs=Requirement.WHOLE,
         )
     yield from _advice_on_strict(findings, mismatch, named)
     yield from _code_for_wrappers(findings, mismatch)
@@ -399,6 +407,7 @@ def _code_for_wrappers(findings: Mapping[str, Finding], mismatch: Mismatch) -> I
         yield Advice(
             "removes the prefix before load_state_dict",
             code=f'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "{prefix}")',
+            needs=Requirement.WHOLE,
         )
     elif any("_orig_mod" in key for key in _left(findings, "wrapper-segment")):
         yield Advice(
@@ -408,7 +417,9 @@ def _code_for_wrappers(findings: Mapping[str, Finding], mismatch: Mismatch) -> I
         yield Advice(
             "loads the whole weights into a model inside FSDP; or load them before it is wrapped",
             code="with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT): model.load_state_dict(state_dict)",
+            needs=Requirement.WHOLE,
         )
     elif "missing-wrapper-prefix" in findings:
         inner = "_orig_mod" if any(key.startswith("_orig_mod.") for key in mismatch.missing) else MODULE
-        yield Advice("loads into the model inside the wrapper", code=f"model.{inner}.load_state_dict(state_dict)")
+        code = f"model.{inner}.load_state_dict(state_dict)"
+        yield Advice("loads into the model inside the wrapper", code=code, needs=Requirement.WHOLE)

@@ -7,19 +7,21 @@ from typing import Any
 
 from msgspec import Struct
 
+from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.finding import Blocks, Finding, Level, counted
 from ckptfix.core.option import REPAIR
 from ckptfix.core.options import command_words
 from ckptfix.core.report import Report
 from ckptfix.core.wording import shell_join
-from ckptfix.errors import CkptfixError, Opt
-from ckptfix.explain.advice import FILE, MODEL, Advice
+from ckptfix.errors import CkptfixError, Opt, WriteError
+from ckptfix.explain.advice import FILE, FOLDER, MODEL, Advice
 from ckptfix.explain.explanation import Explanation, KnownMessage
 from ckptfix.reading.folders.folders import OF_TRAINING
 from ckptfix.report.advice import Presentation, message_with_count, suggested
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import Line, Span
 from ckptfix.rules import FITTING, OF_FILES, OF_MISFITS, named
+from ckptfix.writing.universal import universal_form
 
 # What a plain torch.load reads. With another suffix, the file may be compressed, which the format does not show.
 _OF_TORCH, _SUFFIXES = ("torch-zip", "torch-legacy"), (".pth", ".pt", ".ckpt", ".bin", ".pkl", ".pth.tar")
@@ -113,6 +115,15 @@ def is_one_rank(report: Report) -> bool:
     return any(each.name == "shard-of-weights" and each.level is Level.ERROR for each in report.findings)
 
 
+def is_resumable(checkpoint: Checkpoint) -> bool:
+    """Return whether a universal checkpoint can be written from it."""
+    try:
+        universal_form(checkpoint)
+    except WriteError:
+        return False
+    return True
+
+
 def reading_code(report: Report, file: str, choices: Mapping[str, str]) -> str:
     """Return the Python expression that reads the state_dict of the file: a call of its own library if a plain one
     reads these weights, otherwise of ckptfix. ``choices`` select the weights, as ``weights`` and ``member``."""
@@ -161,7 +172,8 @@ def full_lines(explanation: Explanation, limit: int | None = 12) -> Iterator[Lin
         if any(" " in key for key in keys) and limit is not None and len(keys) > limit:
             yield f"    … and {len(keys) - limit} more"
     yield ""
-    yield (Span("what to do:", "strong"),)
+    if explanation.advice:
+        yield (Span("what to do:", "strong"),)
     for advice in explanation.advice:
         yield from _advice_lines(advice)
     yield from _placeholder_lines(explanation)
@@ -179,8 +191,8 @@ def concise_lines(explanation: Explanation) -> Iterator[Line]:
             yield f"{explanation.name}: {'run' if advice.command else 'code'}: {advice.command or advice.code}"
 
 
-def unknown_lines(close: tuple[KnownMessage, float] | None) -> Iterator[Line]:
-    """Yield the answer to an unknown text."""
+def unknown_lines(close: tuple[KnownMessage, float] | None, is_checked: bool = False) -> Iterator[Line]:
+    """Yield the answer to an unknown text. ``is_checked`` is whether a report on the file follows."""
     yield (Span("not recognised: ", "strong"), "the text contains no message that ckptfix knows.")
     if close is not None:
         record, _ = close
@@ -188,9 +200,8 @@ def unknown_lines(close: tuple[KnownMessage, float] | None) -> Iterator[Line]:
         yield from _wrapped(
             f"If it is that: {record.cause.partition('. ')[0].replace('{', '').replace('}', '').rstrip('.')}.", 2
         )
-    yield from _wrapped(
-        "Paste the whole traceback, including its last line. To examine the file itself: ckptfix check FILE", 2
-    )
+    check = "" if is_checked else " To examine the file itself: ckptfix check FILE"
+    yield from _wrapped(f"Paste the whole traceback, including its last line.{check}", 2)
 
 
 def verdict_lines(verdict: Verdict, is_folder: bool = False) -> Iterator[Line]:
@@ -252,7 +263,7 @@ def _advice_lines(advice: Advice) -> Iterator[Line]:
 
 _PLACEHOLDERS = {
     FILE: "your checkpoint",
-    "FOLDER": "the folder of your checkpoint",
+    FOLDER: "the folder of your checkpoint",
     "BASE": "the model that the adapter was trained on",
     "ADAPTER": "the file or folder of the adapter",
     "REFERENCE": "a checkpoint that loads",

@@ -7,7 +7,7 @@ from math import prod
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import Shape
 from ckptfix.core.target import PARAMETER, Slot, Target
-from ckptfix.explain.advice import Advice, Cause
+from ckptfix.explain.advice import MERGE, Advice, Cause
 from ckptfix.explain.mismatch import Mismatch
 from ckptfix.rules.misfits import Case, Misfits, differ_by_ones, narrowed, parts_of_ranks
 from ckptfix.rules.position_tables import POSITIONS, Pairing
@@ -125,9 +125,7 @@ def advice_on_shapes(mismatch: Mismatch) -> Iterator[Advice]:
     reasons = _by_reason(left, _cases(mismatch))
     ones = reasons.pop(_ONES, None)
     if parts:
-        yield Advice(
-            "puts the ranks together, with the files of all of them in one folder", "ckptfix repair FOLDER -o model.pth"
-        )
+        yield Advice("puts the ranks together, with the files of all of them in one folder", MERGE)
     if parts or any(reason in _HOPELESS for reason in reasons):
         yield Advice("Do not fill these in: that would give a model with random weights.")
         return

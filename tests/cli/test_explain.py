@@ -341,14 +341,47 @@ NO_GLOBAL = (
 )
 
 
-def test_a_folder_that_lacks_ranks_is_salvaged_and_not_merged(tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ValueError: x is not a zero checkpoint",
+        "The checkpoint being loaded used a DP world size of 2 but the current DP world size is 4.",
+        'Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "l1.weight".\n\tUnexpected key(s) in'
+        ' state_dict: "module", "optimizer", "epoch". ',
+        "KeyError: 'module.l1.weight'",
+        "the kettle is empty",
+    ],
+)
+@pytest.mark.parametrize("name", ["saved", "*/*rank_0_mp*optim_states.pt"], ids=["folder", "file"])
+def test_every_step_works_on_a_folder_that_lacks_ranks(tmp_path, text, name):
+    saved, _ = unpacked("zero2_w3_fp32_g1", tmp_path)
+    next(saved.glob("*/*rank_1_mp*optim_states.pt")).unlink()
+    file = name if name == "saved" else str(next(saved.glob(name)).relative_to(tmp_path))
+    done = run_here("explain", text, "--file", file, cwd=tmp_path)
+    commands = re.findall(r"(?:run|itself): (ckptfix .*)", done.stdout)
+    assert "checkpoint[" not in done.stdout
+    assert "state_dict)" not in done.stdout
+    assert (f"ckptfix repair {file} --salvage --output salvaged.pth" in commands) is (done.returncode == 0)
+    for one in commands:
+        assert run_here(*shlex.split(one)[1:], cwd=tmp_path).returncode < 2, one
+
+
+def test_without_an_optimizer_no_universal_checkpoint_is_suggested(tmp_path):
+    unpacked("fsdp2_w4", tmp_path)
+    text = "The checkpoint being loaded used a DP world size of 2 but the current DP world size is 4."
+    done = run_here("explain", text, "--file", "saved", cwd=tmp_path)
+    assert re.findall(r"run: (ckptfix .*)", done.stdout) == ["ckptfix repair saved --output model.pth"]
+    assert "load_universal" not in done.stdout
+
+
+def test_the_folder_of_a_rank_is_in_the_commands(tmp_path):
     unpacked("zero2_w3_fp32_g1", tmp_path)
-    next((tmp_path / "saved").glob("*/*rank_1_mp*optim_states.pt")).unlink()
-    done = run_here("explain", "ValueError: x is not a zero checkpoint", "--file", "saved", cwd=tmp_path)
-    commands = re.findall(r"run: (ckptfix .*)", done.stdout)
-    assert commands == ["ckptfix check saved", "ckptfix repair saved --salvage --output salvaged.pth"]
-    assert run_here(*shlex.split(commands[1])[1:], cwd=tmp_path).returncode == 1
-    assert (tmp_path / "salvaged.pth").is_file()
+    file = "saved/global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    text = "ValueError: Invalid for universal checkpoint: saved/latest_universal does not exist"
+    done = run_here("explain", text, "--file", file, cwd=tmp_path)
+    first = re.findall(r"run: (ckptfix .*)", done.stdout)[0]
+    assert first == "ckptfix repair saved/global_step2 --format universal -o universal"
+    assert run_here(*shlex.split(first)[1:], cwd=tmp_path).returncode == 0
 
 
 def test_a_rank_without_the_others_is_named_as_one(tmp_path):

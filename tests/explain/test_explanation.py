@@ -8,6 +8,7 @@ from itertools import islice, product
 import pytest
 
 from ckptfix.explain import Explanation, MessageContext, explain, explanation, nearest
+from ckptfix.explain.advice import Requirement
 from ckptfix.explain.explanation import RECORDS, KnownMessage, recognise
 from ckptfix.explain.text import messages
 from tests.cli.programs import parse
@@ -240,7 +241,7 @@ def test_a_known_folder_is_in_the_commands():
     text = (
         "Unable to find latest file at ./x/latest, if trying to load latest checkpoint please ensure this file exists"
     )
-    for subject, name in ((None, "FOLDER"), (MessageContext("my run", is_folder=True), "'my run'")):
+    for subject, name in ((None, "FOLDER"), (MessageContext("my run", folder="my run"), "'my run'")):
         explanation = explain(text, subject)
         assert explanation is not None
         assert f"ckptfix repair {name} -o model.pth" in [advice.command for advice in explanation.advice]
@@ -253,3 +254,29 @@ def test_a_web_ui_that_goes_on_without_a_model():
         assert explanation is not None
         assert explanation.name == "model-did-not-load"
     assert explain(error) is None
+
+
+def test_every_step_says_what_it_needs_of_the_checkpoint():
+    """Code that opens the file or uses its weights needs them, and only a command with --salvage needs a part."""
+    opens = re.compile(r"(?:load|load_file|open|load_from_checkpoint)\(\{path\}|pretrained=\{path\}")
+    uses = re.compile(r"\{load\}|(?<![\w.])(?:state_dict|checkpoint)(?=[,).;\[]|$)")
+    for record in RECORDS:
+        for advice in record.advice:
+            if opens.search(advice.code):
+                assert advice.needed is Requirement.FILE, (record.name, advice.code)
+            elif uses.search(advice.code) and not advice.code.startswith("torch.save("):
+                assert advice.needed is Requirement.WHOLE, (record.name, advice.code)
+            assert advice.salvages is ("--salvage" in advice.command)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_a_file_that_cannot_be_read_gets_only_what_works_without_it(record: KnownMessage):
+    salvaging = "ckptfix repair a.pth --salvage --output salvaged.pth"
+    for text in (record.example, *KNOWN[record.name]):
+        for said in (salvaging, ""):
+            explanation = explain(text, MessageContext("a.pth", code="", is_unreadable=True, salvaging=said))
+            assert explanation is not None
+            assert all(each.needed in (Requirement.NOTHING, Requirement.PART) for each in explanation.advice)
+            commands = [each.command for each in explanation.advice if each.command]
+            assert all("--salvage" in words for words in map(shlex.split, commands))
+            assert bool(commands) is bool(said)

@@ -222,7 +222,7 @@ def test_only_computed_buffers_may_stay_as_the_model_made_them(message: str, is_
 def test_ranks_of_fsdp_are_put_together():
     (flat,) = messages(text(["pos_embed"], ["_flat_param"]))
     assert [advice.command for advice in read_fit(flat)[1] if advice.command] == [
-        "ckptfix repair FOLDER --model {MODEL} -o model.pth"
+        "ckptfix repair {FOLDER} --model {MODEL} -o model.pth"
     ]
 
 
@@ -249,7 +249,7 @@ def sized(key: str, stored: str, wanted: str) -> str:
         ),
         pytest.param(
             text(None, None, sized("wte.weight", "0", "5, 8")),
-            "ckptfix repair FOLDER --model",
+            "ckptfix repair {FOLDER} --model",
             id="nothing in the file",
         ),
     ],

@@ -135,7 +135,7 @@ def test_axes_of_one_element_are_repaired_and_ranks_are_put_together():
     assert "ckptfix repair {FILE} --model {MODEL}" in commands
     (rank,) = messages(text(None, None, *RANK))
     commands = [advice.command for advice in read_fit(rank)[1]]
-    assert "ckptfix repair FOLDER -o model.pth" in commands
+    assert "ckptfix repair {FOLDER} -o model.pth" in commands
     assert not any("--adapt" in command or "--fill" in command for command in commands)
     (adapter,) = messages(text(None, None, *ADAPTER))
     assert [advice.command for advice in read_fit(adapter)[1] if "--fill" in advice.command] == []
