@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
@@ -63,7 +64,10 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
             if math.prod(shape) != numel:
                 raise ValueError(f"{name} has the shape {list(shape)} and {numel} elements")
             whole = _joined(unit["fsdp_path"], str(name))
-            weights[whole] = flats[key].tensor(whole, shape, start, path)
+            weights[whole] = spec = flats[key].tensor(whole, shape, start, path)
+            if is_torn(spec):
+                held = flats[key].flats[0].count(start, start + numel)
+                files.lacking[whole] += (numel - held) * spec.itemsize
             start += numel
     for unit in units:
         weights.update({str(copy): weights[str(source)] for source, copy in unit["shared_param_info"]})

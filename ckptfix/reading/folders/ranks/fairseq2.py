@@ -10,11 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.buffers import RUNNING_STATISTICS
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
-from ckptfix.core.spec import TensorSpec
-from ckptfix.errors import UnreadableError
+from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.errors import UnreadableError, damaged
+from ckptfix.reading.folders.chunks import gone
 from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, tagged
 from ckptfix.reading.folders.ranks.names import FAIRSEQ2_RANK
 from ckptfix.reading.folders.ranks.partition import WHOLE, Split, joined
@@ -47,6 +51,7 @@ def document(files: RankFiles) -> Document:
     """Return the document of a save: a flat state_dict."""
     model = files.folder / _MODEL
     weights: OrderedDict[str, Any] = OrderedDict()
+    lost: dict[str, TensorSpec | None] = {}
     count = 1
     for stage in sorted(model.glob("pp_*")):
         if (stage / "tp_01").exists():
@@ -58,23 +63,55 @@ def document(files: RankFiles) -> Document:
         others = by_rank_in(files.folder / _OPTIMIZER / stage.name / "tp_00")
         count = max([*ranks, *(number for (number,) in others)]) + 1
         files.note_missing(count, ranks, "sdp_{:02d}.pt")
-        states = [files.root(path) for path in ranks.values()]
-        if files.damage or not all(isinstance(state, dict) for state in states):
-            lacks = clauses(files.damage) or "its files hold no state_dict"
-            raise UnreadableError(f"{files.folder}: {lacks}; every rank has a part of every weight: fetch it")
-        files.note_repeated({ranks[rank].name: state for rank, state in zip(ranks, states, strict=True)})
-        weights |= {key: _whole(key, [state.get(key) for state in states], str(model)) for key in states[0]}
+        states = {rank: root for rank, path in ranks.items() if (root := files.root(path)) is not None}
+        if not states or not all(isinstance(state, dict) for state in states.values()):
+            raise damaged(files.folder, clauses(files.damage) or "its files hold no state_dict")
+        absent = [rank for rank in range(count) if rank not in states]
+        files.check_absent(len(absent))
+        files.note_repeated({ranks[rank].name: state for rank, state in states.items()})
+        for key in dict.fromkeys(key for state in states.values() for key in state):
+            entry = _whole(files, key, {rank: state.get(key) for rank, state in states.items()}, absent)
+            if entry is None and absent:
+                lost[key] = None
+            else:
+                weights[key] = entry
     files.note_renamed()
     if (files.folder / _OPTIMIZER).is_dir():
         files.remarks[Fact(Kind.RANK_LEFT_OUT, _OPTIMIZER)] = None
-    return files.document(NAME, weights, f"fairseq2, {counted(count, 'rank')}")
+    return replace(files.document(NAME, weights, f"fairseq2, {counted(count, 'rank')}"), lost=lost)
 
 
-def _whole(key: str, entries: Sequence[Any], path: str) -> Any:
-    """Join what the ranks have of a weight; one with fewer rows than ranks is not on all of them."""
-    parts = [entry for entry in entries if isinstance(entry, TensorSpec)]
-    held = [part for part in parts if part.numel] or parts[:1]
+def _whole(files: RankFiles, key: str, entries: Mapping[int, Any], absent: Sequence[int]) -> Any:
+    """Join what the ranks have of a weight; one with fewer rows than ranks is not on all of them.
+
+    What the ``absent`` ranks have is lost. Returns None if it is unknown how much that is."""
+    parts = {rank: entry for rank, entry in entries.items() if isinstance(entry, TensorSpec)}
+    held = [part for part in parts.values() if part.numel] or list(parts.values())[:1]
     if not held:
-        return entries[0]
-    is_copy = not held[0].shape or key.rpartition(".")[2] in RUNNING_STATISTICS  # FSDP does not divide buffers
-    return joined(key, held, WHOLE if is_copy else Split(0), path)
+        return next(iter(entries.values()))
+    if not held[0].shape or key.rpartition(".")[2] in RUNNING_STATISTICS:  # FSDP does not divide buffers
+        return joined(key, held, WHOLE, str(files.folder))
+    rows = _rows_of_absent({rank: part.shape[0] for rank, part in parts.items()}, absent)
+    if rows is None:
+        return None
+    whole = joined(key, held, Split(0), str(files.folder))
+    row = whole.nbytes // max(whole.shape[0], 1)
+    files.lacking[key] += rows * row + sum(part.nbytes for part in held if is_torn(part))
+    shape = (whole.shape[0] + rows, *whole.shape[1:])
+    return gone(key, TensorSpec(whole.dtype, shape, contiguous_strides(shape)), str(files.folder)) if rows else whole
+
+
+def _rows_of_absent(rows: Mapping[int, int], absent: Sequence[int]) -> int | None:
+    """Return how many rows of a weight the absent ranks have, given the rows of the others; None if that is unknown.
+
+    All ranks have the same number, except the last with any, which may have fewer."""
+    share, holders = max(rows.values()), [rank for rank, count in rows.items() if count]
+    stop = min((rank for rank, count in rows.items() if count < share), default=None)
+    found = 0
+    for rank in absent:
+        if stop is not None and rank > stop:
+            continue
+        if len(holders) < 2 or rank > holders[-1]:
+            return None
+        found += share
+    return found

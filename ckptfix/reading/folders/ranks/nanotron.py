@@ -6,13 +6,14 @@ are those of the whole model, whatever the pipeline. A tied parameter is saved o
 
 Sources: ``nanotron/serialize/weights.py``, ``serialize/metadata.py``, ``parallel/parameters.py`` (0.4)."""
 
-import math
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import Box, numel
@@ -21,7 +22,7 @@ from ckptfix.errors import damaged
 from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import NANOTRON
-from ckptfix.reading.folders.ranks.files import RankFiles, add_rank, tagged
+from ckptfix.reading.folders.ranks.files import LISTED, RankFiles, add_rank, tagged
 from ckptfix.reading.folders.ranks.names import LATEST_NANOTRON, NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART
 from ckptfix.reading.weights.document import Document
 
@@ -29,7 +30,8 @@ NAME = NANOTRON
 
 _NUMBER = re.compile(r"(\d+)")
 _SIZE = re.compile(r"(?:np\.int\d+\()?(\d+)")
-_OF_TENSORS, _OF_EXPERTS = re.compile(r"(?<=tp-rank-)\d+"), re.compile(r"tp-rank-\d+-of-\d+_exp-rank-\d+-of-\d+")
+_OF_TENSORS, _OF_GROUPS = re.compile(r"(?<=tp-rank-)\d+"), re.compile(r"(?<=exp-rank-)\d+")
+_OF_EXPERTS = re.compile(r"tp-rank-\d+-of-\d+_exp-rank-\d+-of-\d+")
 _SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
 
 
@@ -65,7 +67,13 @@ def document(files: RankFiles) -> Document:
     if lacking:
         name = max(lacking, key=lambda name: lacking[name])
         path = next(iter(found[name].values()))
-        files.note_missing(counts[name], found[name], _OF_TENSORS.sub("{}", _OF_EXPERTS.sub("part-{}", path.name)))
+        divided = [name for name, count in counts.items() if count > 1]
+        if set(lacking) == set(divided):  # a rank is missing, or more
+            files.note_missing(counts[name], found[name], _OF_TENSORS.sub("{}", _OF_EXPERTS.sub("part-{}", path.name)))
+        else:
+            absent = (islice(_absent(files, found[name], counts[name]), LISTED) for name in lacking)
+            names = tuple(chain.from_iterable(absent))
+            files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=names, keys=len(lacking), nbytes=0, total=0))
     wholes = {name: _whole(files, name, held, name in lacking) for name, held in found.items()}
     weights = OrderedDict((name, spec) for name, spec in wholes.items() if spec is not None)
     if not weights:
@@ -73,6 +81,18 @@ def document(files: RankFiles) -> Document:
     if (files.folder / "optimizer").is_dir():
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     return files.document(NAME, weights, f"nanotron, {counted(max(counts.values()), 'tensor-parallel rank')}")
+
+
+def _absent(files: RankFiles, held: Mapping[int, Path], count: int) -> Iterator[str]:
+    """Yield the paths of the missing files of a parameter."""
+    path = next(iter(held.values()))
+    match = NANOTRON_PART.fullmatch(path.name)
+    ranks = int((match and match["ranks"]) or 1)
+    for number in range(count):
+        group, rank = divmod(number, ranks)
+        if number not in held:
+            name = _OF_GROUPS.sub(str(group), _OF_TENSORS.sub(str(rank), path.name))
+            yield files.name(path.with_name(name))
 
 
 def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -> TensorSpec | None:
@@ -96,7 +116,9 @@ def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -
     if part is None:
         return None
     whole = TensorSpec(part.dtype, shape, contiguous_strides(shape))
-    if lacks and sum(map(numel, copies)) < math.prod(shape):
+    intact = sum(numel(box) for box, same in copies.items() if not all(map(is_torn, same)))
+    if (lacks or any(is_torn(part) for same in copies.values() for part in same)) and intact < whole.numel:
+        files.lacking[name] += (whole.numel - intact) * whole.itemsize
         return gone(name, whole, str(files.folder))
     if not all(agree(same, str(files.folder)) for same in copies.values()):
         files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))

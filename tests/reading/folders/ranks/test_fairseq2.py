@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.core.facts import Kind
 from tests.reading.folders.ranks.genuine import swap
 
 WHOLE = {
@@ -56,6 +57,36 @@ def test_a_missing_last_rank_is_known_by_the_optimizer(saved: Path) -> None:
     (saved / "model/pp_00/tp_00/sdp_03.pt").unlink()
     with pytest.raises(ckptfix.UnreadableError, match=r"sdp_03\.pt"):
         ckptfix.open_checkpoint(saved)
+
+
+@pytest.mark.parametrize("change", ["unlink", "empty"])
+@pytest.mark.parametrize(
+    ("rank", "lost", "unknown"),
+    [
+        (0, {"decoder.weight": 36, "norm.weight": 8}, ["decoder.tiny"]),  # the next rank may have only its last row
+        (1, {"decoder.weight": 36, "norm.weight": 8}, ["decoder.tiny"]),
+        (3, {}, ["decoder.weight", "norm.weight"]),
+    ],
+)
+def test_a_missing_rank_is_named_with_its_bytes_and_the_rest_is_kept(
+    saved: Path, tmp_path: Path, rank: int, lost: dict[str, int], unknown: list[str], change: str
+) -> None:
+    file = saved / f"model/pp_00/tp_00/sdp_{rank:02d}.pt"
+    file.unlink() if change == "unlink" else file.write_bytes(b"")
+    with pytest.raises(ckptfix.UnreadableError, match=file.name):
+        ckptfix.open_checkpoint(saved)
+    report = ckptfix.repair(saved, output=(out := tmp_path / "whole.pth"), salvage=True).report
+    checkpoint = ckptfix.open_checkpoint(saved, salvage=True)
+    facts = [fact.data for fact in checkpoint.damage if fact.kind is Kind.BYTES_LACKING]
+    assert [(data["keys"], data["nbytes"]) for data in facts] == ([(tuple(lost), sum(lost.values()))] if lost else [])
+    assert {key: spec and spec.shape for key, spec in checkpoint.lost.items()} == {
+        **{key: WHOLE[key].shape for key in lost},
+        **dict.fromkeys(unknown),
+    }
+    assert (report.exit_code, set(report.left[0].keys)) == (1, {*lost, *unknown})
+    merged = torch.load(out, weights_only=True)
+    assert merged.keys() == WHOLE.keys() - checkpoint.lost.keys()
+    assert all(torch.equal(value, WHOLE[key]) for key, value in merged.items())
 
 
 def test_tensor_parallel_parts_are_not_guessed(saved: Path) -> None:

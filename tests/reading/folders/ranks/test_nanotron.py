@@ -99,7 +99,7 @@ def test_experts_are_divided_among_groups_too(tmp_path: Path, lost: int | None) 
         if part != lost:
             save_file({"data": whole[rows, columns].contiguous()}, file, metadata=notes)
     if lost is not None:
-        with pytest.raises(UnreadableError, match=r"merged_gate_up_proj_pp-rank-0-of-2_part-2\.safetensors"):
+        with pytest.raises(UnreadableError, match=r"_pp-rank-0-of-2_tp-rank-0-of-2_exp-rank-1-of-2\.safetensors"):
             ckptfix.open_checkpoint(tmp_path)
         return
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).state_dict()[name], whole)
@@ -123,11 +123,25 @@ def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
     for file in tmp_path.rglob("*tp-rank-1-of-2*"):
         file.unlink()
     said = r"lacks 1 rank of 2: model_weight_pp-rank-\d-of-2_tp-rank-1-of-2\.safetensors"
-    with pytest.raises(UnreadableError, match=said):
+    with pytest.raises(UnreadableError, match=rf"{said}; lacks {5 * 16 * 8 * 2 // 2} bytes of 5 tensors"):
         ckptfix.open_checkpoint(tmp_path)
     got = ckptfix.open_checkpoint(tmp_path, salvage=True)
     assert set(got.specs) == {key for key in whole if key.endswith("layernorm.weight")}
     assert set(got.lost) == whole.keys() - set(got.specs)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_file_of_one_parameter_is_named_with_its_folder(tmp_path: Path, rank: int) -> None:
+    whole = write(tmp_path, 2)
+    name = f"{LAYER.format(10)}.attn.o_proj.weight"
+    *modules, leaf = name.split(".")
+    file = f"model/{'/'.join(modules)}/model_{leaf}_pp-rank-1-of-2_tp-rank-{rank}-of-2.safetensors"
+    (tmp_path / "10" / file).unlink()
+    with pytest.raises(UnreadableError, match=f"lacks the shard {file} with 1 key; lacks 128 bytes of 1 tensor"):
+        ckptfix.open_checkpoint(tmp_path)
+    got = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert set(got.lost) == {name}
+    assert all(torch.equal(got.read(key), value) for key, value in whole.items() if key != name)
 
 
 @pytest.mark.parametrize(
