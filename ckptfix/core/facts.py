@@ -239,6 +239,7 @@ class Kind(Enum):
     RANK_UNREADABLE = ("rank-unreadable", "has a rank that cannot be read ({error})")
     RANK_SHORT = ("rank-short", "has an incomplete rank: {place} has {there} of {size} numbers")
     RANKS_LACKING = ("ranks-lacking", _ranks_lacking)
+    STATES_LACKING = ("states-lacking", "lacks the model states {names:names}")
     EXPERTS_LACKING = ("experts-lacking", _experts_lacking)
     BYTES_LACKING = ("bytes-lacking", _bytes_lacking)
     RANKS_STRANGE = ("ranks-strange", "has files of ranks beyond the {ranks} that saved it: {names:names}")
@@ -259,6 +260,7 @@ class Kind(Enum):
     RANK_RENAMED = ("rank-renamed", "was saved as {other}, but comes after {before}")
     RANK_FOREIGN = ("rank-foreign", "was saved with a different {names:names} than most ranks")
     COMPLETE_COPY = ("complete-copy", "{place} has all weights in {dtype}")
+    STATES_OF = ("states-of", "the buffers and settings are those of {place}")
     MASTERS = ("masters", "the weights are the fp32 masters of training in {dtype}")
     PACKED_MEMBERS = ("packed-members", "{members:member} of the archive")
     FLATTENED = ("flattened", "the weights are flattened: the files have their names but not their shapes")
@@ -358,7 +360,9 @@ def first_facts(facts: list[Fact], rest: Kind, most: int = 3) -> list[Fact]:
 BESIDE = frozenset({Kind.INDEX_STALE, Kind.INDEX_MOVED, Kind.HEADER_NOTES})
 
 # The existing files are intact, and others have to be fetched.
-ABSENT = frozenset({Kind.RANKS_LACKING, Kind.RANKS_MISSING, Kind.SHARDS_MISSING, Kind.EXPERTS_LACKING})
+ABSENT = frozenset(
+    {Kind.RANKS_LACKING, Kind.RANKS_MISSING, Kind.SHARDS_MISSING, Kind.EXPERTS_LACKING, Kind.STATES_LACKING}
+)
 
 # A tensor may differ from what was saved.
 DOUBTS = frozenset({Kind.DOUBTFUL_NAMES, Kind.DOUBTFUL_VALUES})

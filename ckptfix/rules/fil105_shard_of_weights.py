@@ -55,7 +55,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report which part of a checkpoint the file is."""
     checkpoint = context.checkpoint
     shard = rank_shard(checkpoint.root, checkpoint.entries) or named_part(Path(checkpoint.member or checkpoint.path))
-    if checkpoint.format == FSDP:
+    if checkpoint.format == FSDP or checkpoint.remarked(Kind.FLATTENED):
         yield from _flattened(rule, context)
     elif shard is not None:
         parts = [checkpoint.entries.get(key) for key in shard.keys]
@@ -118,14 +118,15 @@ def _sharers(parts: Sequence[Any]) -> int:
 
 
 def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Report merged FSDP ranks without names or shapes, which only a target has (FIT106)."""
+    """Report merged ranks without names or shapes, which only a target has (FIT106)."""
     checkpoint = context.checkpoint
     flat = tuple(key for key in checkpoint.specs if key.rpartition(".")[2] in FLAT)
     if context.target is None and (flat or checkpoint.remarked(Kind.FLATTENED)):
         lacking = "names and shapes" if flat else "shapes"
+        by = "FSDP (LOCAL_STATE_DICT)" if checkpoint.format == FSDP else "ZeRO, and the model states are lost"
         yield rule.finding(
             Level.ERROR,
-            f"the weights were flattened by FSDP (LOCAL_STATE_DICT): their {lacking} are not in the files",
+            f"the weights were flattened by {by}: their {lacking} are not in the files",
             keys=flat,
             remedies=(
                 Remedy.of("takes them from the model", model=MODEL),
@@ -170,6 +171,8 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         dtype = fact.data["dtype"]
         cast = Remedy.of("writes them as the training used them", dtype=dtype)
         yield rule.finding(Level.NOTE, clause(fact), evidence={"trained in": dtype}, remedies=(cast,))
+    for fact in checkpoint.remarked(Kind.STATES_OF):
+        yield rule.finding(Level.NOTE, f"{clause(fact)}, because those of the first rank are lost")
     for fact in checkpoint.remarked(Kind.EXPERTS_LACKING):
         yield rule.finding(
             Level.NOTE,

@@ -3,7 +3,8 @@
 ## What it finds
 The flat parameters (`_flat_param`) of FSDP 1 after the ranks of a `LOCAL_STATE_DICT` were merged, and, with
 `use_orig_params`, named weights with one dimension. Each flat parameter holds all parameters of the modules below it
-that are not in a deeper flat parameter, in the order of `named_parameters()`, tied ones once.
+that are not in a deeper flat parameter, in the order of `named_parameters()`, tied ones once. With `--salvage`, the
+masters of ZeRO 1 and 2 whose model states are lost have names and one dimension, too.
 
 ## Why it matters
 Only FSDP with the same wrapping and number of GPUs loads such weights.
@@ -97,7 +98,7 @@ def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Fi
     if reshapes := list(_flattened(checkpoint, target)):
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(reshapes), 'weight')} that FSDP flattened to one dimension",
+            f"{counted(len(reshapes), 'weight')} flattened to one dimension",
             keys=[edit.key for edit in reshapes],
             fix=Fix.safe(reshapes),
         )

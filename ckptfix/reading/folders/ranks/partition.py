@@ -190,6 +190,7 @@ class Joining(Struct):
             split = split_of(key, parts)
             if split is None and any(map(is_torn, parts)):
                 made[views] = gone(key, parts[0], self.path)
+                self.lacking[key] = sum(part.nbytes for part in parts if is_torn(part))
                 yield key, made[views]
                 continue
             made[views] = joined(key, parts, split or WHOLE, self.path)

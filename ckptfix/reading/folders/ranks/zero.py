@@ -43,11 +43,12 @@ from ckptfix.reading.folders.ranks.files import (
 )
 from ckptfix.reading.folders.ranks.names import LATEST, ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
-from ckptfix.reading.folders.ranks.partition import Joining
+from ckptfix.reading.folders.ranks.partition import Joining, emptied
 from ckptfix.reading.folders.ranks.zero_experts import take_experts
 from ckptfix.reading.folders.ranks.zero_masters import (
     STACK,
     Masters,
+    Merging,
     elements_of,
     is_flat,
     joined_masters,
@@ -127,11 +128,27 @@ def find(folder: Path) -> Path | None:
 def document(files: RankFiles) -> Document:
     """Return the merged document: the container of the first model states with whole weights."""
     path, optim, models = str(files.folder), by_rank(files.folder, ZERO_OPTIM), by_rank(files.folder, ZERO_MODEL)
-    tensor = sorted({model for _, model in (*optim, *models)})
-    states = [
-        model_states(files, {data: file for (data, model), file in models.items() if model == rank}) for rank in tensor
-    ]
-    roots = [found[0] for found in states]
+    tensor = sorted({numbers[-1] for numbers in (*optim, *models, *by_rank(files.folder, ZERO_EXPERT))})
+    present = {rank: {data: file for (data, model), file in models.items() if model == rank} for rank in tensor}
+    states = [_states_of_ranks(files, present[rank]) for rank in tensor]
+    are_spread = any(file.name.startswith(_SPREAD) for file in models.values())
+    unknown = [rank for rank, found in zip(tensor, states, strict=True) if not found]
+    lacking = [_name_of_states(files, rank, are_spread) for rank in unknown]
+    if absent := tuple(name for rank, name in zip(unknown, lacking, strict=True) if not present[rank]):
+        files.damage.append(Fact.of(Kind.STATES_LACKING, names=absent))
+    roots = [dict(found[_first(found)]) if found else {} for found in states]
+    if len(tensor) > len(lacking):
+        like = next(filter(None, roots))
+        # Their names come from the slices of the ranks, and the shapes from another tensor-parallel rank.
+        shared = {"shared_params": {**_tied(like), **(like.get("shared_params") or {})}}
+        nameless = {key: value for key, value in like.items() if key != "param_shapes"} | (shared if lacking else {})
+        roots = [root or {**nameless, "module": OrderedDict(emptied(like["module"], path))} for root in roots]
+    elif len(tensor) == 1:
+        roots = [{"module": OrderedDict(), "shared_params": None}]
+        files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost=lacking[0])] = None
+    else:
+        what = f"{clauses(files.damage)}; no other file has the names and shapes of the weights"
+        raise UnreadableError(f"{path}: {what}; fetch {first_names(lacking)}")
     facts = {
         rank: (root.get("mp_world_size"), root.get("global_steps")) for rank, root in zip(tensor, roots, strict=True)
     }
@@ -144,11 +161,11 @@ def document(files: RankFiles) -> Document:
     if type(degree) is not int and len(tensor) > 1:
         check_degree(path, roots[0]["module"], len(tensor))
     plain = _trained(roots[0])
-    are_spread = any(file.name.startswith(_SPREAD) for file in models.values())
     experts = take_experts(files, roots, are_spread)
-    for root in roots:
+    for root, found in zip(roots, states, strict=True):
         root["module"] = restacked(root["module"], path)
         listed = root["shared_params"] if "shared_params" in root else _copied(root["module"])
+        listed = _tied(root) if found and _first(found) else listed
         root["shared_params"] = {**_routers(root, path), **(listed or {})}
     joining, split_of = Joining(path), splits_of_ranks(roots[0], megatron.RULES, roots[0]["module"])
     neox, modules = Neox(files.folder), [root["module"] for root in roots]
@@ -165,17 +182,25 @@ def document(files: RankFiles) -> Document:
     if masters is not None and masters.stage == 3:
         pairs = zip(roots, states, strict=True)
         parts = [frozen_parameters(root, found, masters.world, files) for root, found in pairs]
-        for rank, root in zip(tensor, roots, strict=True):
-            if root.get("frozen_param_shapes"):
-                present = {data: file for (data, model), file in models.items() if model == rank}
-                files.note_missing(masters.world, present, f"zero_pp_rank_{{}}_mp_rank_{rank:02d}_model_states.pt")
+        for rank, root, found in zip(tensor, roots, states, strict=True):
+            if root.get("frozen_param_shapes") or 0 not in present[rank]:
+                pattern = f"{_SPREAD}_{{}}_mp_rank_{rank:02d}_model_states.pt"
+                files.note_missing(masters.world, present[rank], pattern)
+            if first := _first(found):
+                files.remarks[Fact(Kind.STATES_OF, present[rank][first].name)] = None
         frozen = joining.whole(parts, split_of)
     whole = OrderedDict(neox.join(joining, modules, split_of)) if len(modules) > 1 else modules[0]
     neox.note(files.remarks, len(modules), masters.tensors if masters else ())
     root = {**roots[0], "module": whole}
-    weights = whole_module(root, masters.tensors if masters else {}, frozen, path)
+    trained = masters.tensors if masters else {}
+    weights = whole_module(root, trained, frozen, path)
+    kept = {name: nbytes for name, nbytes in joining.lacking.items() if name not in {**trained, **frozen}}
+    files.lacking.update({name: n for name, n in kept.items() if name in weights and is_torn(weights[name])})
+    if flat := tuple(name for name in weights if masters is not None and name in masters.unshaped):
+        files.remarks[Fact.of(Kind.FLATTENED, keys=flat)] = None
+        files.remarks[Fact.of(Kind.RANK_LEFT_OUT, "optimizer", why="its moments are flat")] = None
     if masters is not None or optim:
-        optimizer = masters and masters.optimizer
+        optimizer = masters and masters.optimizer if not flat else None
     else:
         optimizer = merged_optimizer(files, roots, plain, joining, split_of)
     merged = container(files, root, weights, optimizer, bool(optim or root.get("optimizer")))
@@ -304,28 +329,68 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
     """Return the model states of rank 0, and the shares of frozen parameters of the other ranks, if there are any.
 
     Raises ``UnreadableError`` if rank 0 has none, or if their steps differ."""
+    roots = _states_of_ranks(files, found)
+    if "module" in roots.get(0, {}):
+        return roots
+    if files.damage:
+        raise damaged(files.folder, f"{clauses(files.damage)}; no rank can be read")
+    raise UnreadableError(
+        f"{files.folder}: has no model states of rank 0, which say the names and shapes of the weights; fetch them"
+    )
+
+
+def _states_of_ranks(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
+    """Return the model states of the first rank that has any, and the shares of frozen parameters of the others, if
+    there are any. In stage 3, each rank has its own, with the same names, shapes and buffers.
+
+    Raises ``UnreadableError`` if their steps differ."""
     roots: dict[int, Any] = {}
     steps, settings, fragments = {}, {}, {}
+    first: int | None = None
     for rank, file in found.items():
-        if rank and not roots.get(0, {}).get("frozen_param_shapes"):
+        if first is not None and not roots[first].get("frozen_param_shapes"):
             break
         root = files.root(file)
         if isinstance(root, dict):
             steps[rank] = root.get("global_steps")
             settings[file.name], fragments[file.name] = {key: root.get(key) for key in _SETTINGS}, root.get(_FRAGMENTS)
-            roots[rank] = root if rank == 0 else {_FRAGMENTS: root.get(_FRAGMENTS)}
-    if not isinstance(roots.get(0, {}).get("module"), dict):
-        if files.damage:
-            raise damaged(files.folder, f"{clauses(files.damage)}; no rank can be read")
-        raise UnreadableError(
-            f"{files.folder}: has no model states of rank 0, which say the names and shapes of the weights; fetch them"
-        )
+            is_first = first is None and isinstance(root.get("module"), dict)
+            roots[rank] = root if is_first else {_FRAGMENTS: root.get(_FRAGMENTS)}
+            first = rank if is_first else first
+    if first is None:
+        return {}
     odd = files.of_another_save(steps, {rank: found[rank].name for rank in steps}, "step")
-    if 0 in odd:
-        raise UnreadableError(f"{found[0]}: is from a different save than most; put the files of one save together")
+    if first in odd:
+        return _states_of_ranks(files, {rank: file for rank, file in found.items() if rank not in odd})
     files.note_foreign(settings)
     files.note_repeated(fragments)
     return {rank: root for rank, root in roots.items() if rank not in odd}
+
+
+def _first(states: Mapping[int, Any]) -> int:
+    """Return the rank whose model states have the names and the buffers."""
+    return next((rank for rank, root in states.items() if "module" in root), 0)
+
+
+def _name_of_states(files: RankFiles, rank: int, are_spread: bool) -> str:
+    """Return the name of the first model states of a tensor-parallel rank."""
+    if not are_spread and any(model == rank for _, model in by_rank(files.folder, ZERO_OPTIM)):
+        are_spread = Merging(RankFiles(files.folder, salvage=True), rank).first.stage == 3
+    return f"{f'{_SPREAD}_0_' * are_spread}mp_rank_{rank:02d}_model_states.pt"
+
+
+def _tied(root: Any) -> dict[str, str]:
+    """Return the names of tied parameters of stage 3 with the names that have the values, by their empty tensors: only
+    the file of rank 0 lists them."""
+    listed = [str(name) for group in root.get("param_shapes") or () for name in group]
+    listed += [str(name) for name in root.get("frozen_param_shapes") or ()]
+    tensors = {name: entry for name, entry in root["module"].items() if isinstance(entry, TensorSpec)}
+    holders: dict[object, list[str]] = {}
+    for name in listed:
+        if name in tensors:
+            holders.setdefault(tensors[name].view, []).append(name)
+    ties = {name: holders.get(spec.view, []) for name, spec in tensors.items() if name not in listed}
+    return {name: held[0] for name, held in ties.items() if len(held) == 1}
 
 
 def note_masters(files: RankFiles, module: Mapping[str, Any], masters: Mapping[str, TensorSpec]) -> None:

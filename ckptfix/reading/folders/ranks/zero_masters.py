@@ -101,6 +101,7 @@ class Masters(Struct):
     stage: int
     world: int
     version: str
+    unshaped: tuple[str, ...] = ()  # the names of weights in one dimension, whose shapes are in no file
 
     @property
     def release(self) -> str:
@@ -191,9 +192,12 @@ class Merging:
         self.files.note_foreign({**settings, "*_model_states.pt": {"ds_config": root.get("ds_config")}})
         prefix = next(iter(named)).partition("zero_pp_rank")[0]
         self.files.note_missing(self.first.world, self.present, prefix + self._name)
+        if "param_shapes" not in root and not self.first.slices:
+            what = f"{clauses(self.files.damage)}; no other file has the names of the weights"
+            raise UnreadableError(f"{self.path}: {what}; fetch the model states")
         groups: list[dict[str, Shape]] = (
             [{str(name): sizes(shape) for name, shape in group.items()} for group in root["param_shapes"]]
-            if "param_shapes" in root or not self.first.slices
+            if "param_shapes" in root
             else list(self._in_slices(root["module"]))
         )
         every, counts = range(len(self.first.masters)), self.first.counts
@@ -215,11 +219,13 @@ class Merging:
         tensors = place("", lambda made, index: made.masters[index])
         if tensors is None:
             raise UnreadableError(f"{self.path}: its slices of weights are not flat tensors, so it is damaged")
-        return Masters(tensors, self._optimizer(place, groups), self.first.stage, self.first.world, self.first.version)
+        unshaped = tuple(name for name in tensors if name not in root["module"]) if "param_shapes" not in root else ()
+        first, optimizer = self.first, self._optimizer(place, groups)
+        return Masters(tensors, optimizer, first.stage, first.world, first.version, unshaped)
 
     def _in_slices(self, module: Mapping[str, Any]) -> Iterator[dict[str, Shape]]:
         """Yield the names and shapes of each group, by the names of the ranks' slices, and the model states, which have
-        no ``param_shapes`` for a model with experts in older releases.
+        no ``param_shapes`` for a model with experts in older releases. Names that they lack have one dimension.
 
         Raises ``UnreadableError`` if a rank is missing, ``ValueError`` if the slices do not add up."""
         for index, count in enumerate(self.first.counts):
@@ -229,9 +235,9 @@ class Merging:
             held: dict[str, int] = {}
             for name, numel in chain.from_iterable(self.states[rank].slices[index].items() for rank in ranks):
                 held[name] = held.get(name, 0) + numel
-            if odd := [name for name, numel in held.items() if module[name].numel != numel]:
+            if odd := [name for name, numel in held.items() if name in module and module[name].numel != numel]:
                 raise ValueError(f"slices of {first_names(odd)} that do not add up to its shape")
-            yield {name: module[name].shape for name in held}
+            yield {name: module[name].shape if name in module else (numel,) for name, numel in held.items()}
 
     def _states(self, file: Path) -> _States | None:
         root = self.files.root(file)
@@ -428,7 +434,10 @@ def _states(root: Any) -> _States:
         paddings,
         inner if isinstance(inner, dict) else {},
         [
-            {str(name): place.attributes["numel"] for name, place in group.items()}
+            {
+                str(name): place.attributes["numel"]
+                for name, place in sorted(group.items(), key=lambda entry: entry[1].attributes["start"])
+            }
             for group in held.get("param_slice_mappings") or ()
         ],
         version if isinstance(version, str) else "",
