@@ -98,9 +98,10 @@ class MessageContext(Struct, frozen=True):
 
 def filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject: MessageContext) -> Iterator[Advice]:
     """Yield the advice that applies to the subject, with all placeholders filled in."""
+    folder = subject.folder or (subject.file if subject.is_unreadable else "")  # any of its files stands for a folder
     words = {
         "FILE": shell_quote(no_option(subject.file)) if subject.file else FILE,
-        "FOLDER": shell_quote(no_option(subject.folder)) if subject.folder else FOLDER,
+        "FOLDER": shell_quote(no_option(folder)) if folder else FOLDER,
         "MODEL": shell_join(subject.model[1:2]) if subject.model[:1] == ("--model",) else MODEL,
     }
     for each in advice:

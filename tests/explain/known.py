@@ -505,6 +505,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
     ),
     "no-such-file": (
+        "ValueError: The path out/last.ckpt does not point to a valid checkpoint. Make sure the path points to either a"
+        " directory with FSDP checkpoint shards, or a single file with a full checkpoint.",
         "OSError: Repo id must use alphanumeric chars, '-', '_' or '.'. The maximum length is 96: './nowhere'.",
         "OSError: meta-llama/Llama-4 does not appear to have files named ('model-00002-of-00050.safetensors',"
         " 'model-00003-of-00050.safetensors').",
@@ -646,6 +648,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "  If so, please report an enhancement request to PyTorch.)",
     ),
     "distributed-missing-key": (
+        "ValueError: Could not find FQN: 'model.a'",
+        "ValueError: FQN: 'model.a' is not a ShardedTensor, can't find by offset: 'torch.Size([0])'",
         "CheckpointingException: Object shard ShardedObject(key='decoder.core_attention._extra_state',"
         " global_shape=(32,)) not found",
         "ValueError: Could not find shard at 'torch.Size([0, 0])' for FQN: 'model.fc.weight'",
@@ -656,8 +660,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AssertionError: metadata is None",
     ),
     "sharded-checkpoint": (
-        "FileNotFoundError: Expected 8 of '*_optim_states.pt' under 'x' but found 7 files."
-        " Possibly due to an overwrite of an old checkpoint.",
         "ValueError: zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero checkpoint",
         "FileNotFoundError: can't find *_optim_states.pt files in directory 'x'",
         "FileNotFoundError: The provided path is not a valid DeepSpeed checkpoint: x",
@@ -688,11 +690,49 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: .numpy() is not supported for tensor subclasses.",
         "AssertionError: checkpoint contains neither 'model' or 'module' keys, not sure how to proceed",
         "AssertionError: Invalid checkpoints and world size for sd merge",
+        "AssertionError: ckpt seems a bogus DeepSpeed checkpoint folder: Cannot find mp_rank_* files in there.",
+        "NotImplementedError: zero_to_fp32 does not support AutoEP ZeRO-3 partition-native checkpoints.",
+        "ValueError: Model is not sharded but checkpoint is sharded. Please pass in a model wrapped with FSDP.",
+        "ValueError: Loading a sharded checkpoint requires passing an FSDP config to Trainer.",
+        "FileNotFoundError: Could not determine world size. No file matching 'model_world_size_(\\d+)_rank_0.pt' found"
+        " in ckpt/actor",
+        "ValueError: World size not found in the config file.",
+        "NotImplementedError: Partial placement is not supported yet",
+        "NotImplementedError: Unsupported placement: Partial(sum)",
+        "ValueError: `merge_fsdp_weights` requires PyTorch >= 2.3.0`",
+        "ValueError: Require metadata for each shard and non-empty shards",
+        "AssertionError: Either old MP size or new MP size should be a multiple of the other: 3 % 2 != 0 and 2 % 3 !="
+        " 0",
         "ValueError: No DCP custom metadata found in safetensors file. The file must be saved with DCP to be"
         " consolidated.",
     ),
+    "missing-ranks": (
+        "FileNotFoundError: Expected 8 of '*_optim_states.pt' under 'x' but found 7 files."
+        " Possibly due to an overwrite of an old checkpoint.",
+        "RuntimeError: ZeRO-3 checkpoint model/optimizer rank sets do not match: model_only=[3], optim_only=[]",
+        "RuntimeError: Missing ZeRO-3 checkpoint file for tp_rank=0, dp_rank=3",
+        "FileNotFoundError: Missing ZeRO optimizer checkpoint for rank 3",
+        "RuntimeError: Checkpoint model-state file count 3 does not match tp_degree=2 * pp_degree=2.",
+        "RuntimeError: Checkpoint ZeRO file count 3 is not divisible by tp_degree=2 * pp_degree=1.",
+        "AssertionError: checkpoint count 2 is different from saved mp_world_size 4",
+        "FileNotFoundError: Expert checkpoint file not found: ckpt/layer_2_expert_2_mp_rank_00_model_states.pt."
+        " Expected layer_2 expert_2.",
+        "megatron.core.dist_checkpointing.core.CheckpointingException: Missing shards after fully parallel loading:"
+        " {'decoder.layers.0.weight'}",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'out/step-1000/__3_0.distcp'",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'ckpt/global_step10/zero_pp_rank_3_mp_rank_00_optim_s"
+        "tates.pt'",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'iter_0001000/mp_rank_01_003/model_optim_rng.pt'",
+        "AssertionError: State dicts of all partitions must have the same step value",
+        "AssertionError: All shards must have the same step value",
+    ),
+    "partition-sizes": (
+        "RuntimeError: The size of tensor a (882700288) must match the size of tensor b (220675072) at non-singleton"
+        " dimension 0",
+    ),
     "process-group-of-training": ("RuntimeError: Could not resolve the process group registered under the name 7",),
     "zero-world-size": (
+        "NotImplementedError: ZeRO-3 does not yet support elastic checkpointing, please disable for now.",
         "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 2 but the current DP world"
         " size is 4. Automatic adjustment of ZeRO's optimizer state partitioning with a new world size is not"
         " currently supported.",
@@ -701,6 +741,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " zero_optimization.parameter_alignment setting.",
     ),
     "universal-checkpoint": (
+        "ValueError: Cannot parse ZeRO-3 tp/dp ranks from checkpoint file name: rank3.pt",
+        "ValueError: AutoTP universal checkpoint conversion is not supported for zero stage 3.",
         "ValueError: Invalid for universal checkpoint: ckpt/latest_universal does not exist",
         "AssertionError: Required universal_checkpoint_info state is missing in checkpoint. Verify that client"
         " creates this state.",
@@ -708,6 +750,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "FileNotFoundError: can't find ZeRO Stage 3 model state files in directory 'ckpt/global_step10'",
     ),
     "ranks-of-another-torch": (
+        "ValueError: Unable to read checkpoint metadata. The checkpoint was likely saved with a newer version of"
+        " torch.",
         "ModuleNotFoundError: No module named 'torch.distributed._mesh_layout'",
         "ModuleNotFoundError: No module named 'torch.distributed.device_mesh'",
         "AttributeError: Can't get attribute 'DTensor' on <module 'torch.distributed.tensor' from"
@@ -717,6 +761,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: 'DTensorSpec' object has no attribute 'shard_order'",
     ),
     "fsdp-state-dict-type": (
+        "RuntimeError: load_sharded_state_dict can only be called when parameters are flattened and sharded.",
+        "RuntimeError: ``local_state_dict`` can only be used when parameters are flatten and sharded.",
+        "AttributeError: 'Tensor' object has no attribute 'local_shards'",
         "AssertionError: FSDP assumes x.weight is in the state_dict but the state_dict only has"
         " odict_keys(['a.weight']). prefix=, module_name=fc",
         "RuntimeError: No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters",
@@ -728,6 +775,17 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "KeyError: 'fc.weight is not in the optimizer state. The FSDPParamInfo has the param keys [] while",
     ),
     "no-distributed-checkpoint": (
+        "AssertionError: req MetadataIndex(fqn='a', offset=torch.Size([0]), index=0) mismatch sizes, torch.Size([1]) vs"
+        " torch.Size([2])",
+        "ValueError: Could not find FSDP checkpoint `pytorch_model_fsdp_0` in out",
+        "FileNotFoundError: --checkpoint.load_step=1000 not found at outputs/checkpoint/step-1000",
+        "megatron.core.dist_checkpointing.core.CheckpointingException: Checkpoint directory ckpt/iter_0001000 does not"
+        " exist",
+        "megatron.core.dist_checkpointing.core.CheckpointingException: Cannot find a default strategy for: ('zarr', 1)",
+        "RuntimeError: Cannot detect which StorageReader or StorageWriter to use. Please specify the"
+        " storage_reader/storage_writer.",
+        "FileNotFoundError: Megatron-FSDP checkpoint metadata not found at ckpt/.metadata.",
+        "RuntimeError: Detected deprecated Megatron checkpoint layout (dist_ckpt).",
         "megatron.core.dist_checkpointing.core.CheckpointingException: ckpt/iter_0001000 is not a distributed"
         " checkpoint",
         "FileNotFoundError: '/workspace/OLMo-2/step1907359' is not a distributed checkpoint folder.",

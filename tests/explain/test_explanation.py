@@ -116,6 +116,11 @@ UNKNOWN = {
     "the best loss at the start": "epoch 3 loss=0.234 best loss=inf patience 3",
     "symbol of threads": "ImportError: /usr/lib/libfoo.so: undefined symbol: THREAD_create",
     "writing of another program": "fatal: file write failed: Broken pipe",
+    "processes that disagree": "AssertionError: Coordinator rank mismatch: expected 2, got 3",
+    "heads that do not match": "ValueError: k_descale head dimension must match num_kv_heads, expected 2, got 4",
+    "files of another program": "Expected 4 of 5 replies under load but found 3 in time",
+    "shards of a database": "All shards must have the same number of replicas",
+    "process that is missing": "Missing checkpoint for rank 3 in the leader board",
     "other text file": "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9 in position 11: invalid continuation",
 }
 
