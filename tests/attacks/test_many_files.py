@@ -13,6 +13,7 @@ import ckptfix
 from ckptfix.bytes.files import OpenFile
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks.files import RankFiles
+from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA
 from tests.cli.programs import run_here
 
 FILES = 600
@@ -30,6 +31,7 @@ OF_ONE_SAVE: dict[str, Callable[[int], str]] = {
     "layers": lambda layer: f"layer_{layer:02d}-model_00-model_states.pt",
     "ranks-of-a-layer": lambda rank: f"layer_00-model_{rank:02d}-model_states.pt",
     "fairseq2": lambda rank: f"model/pp_00/tp_00/sdp_{rank:02d}.pt",
+    "nanotron": lambda rank: f"model/model/a/model_weight_pp-rank-0-of-1_tp-rank-{rank}-of-{FILES}.safetensors",
 }
 
 
@@ -57,6 +59,8 @@ def write(folder: Path, name: Callable[[int], str], content: bytes) -> Path:
         file = folder / name(number)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
+    if name is OF_ONE_SAVE["nanotron"]:
+        (folder / NANOTRON_METADATA).write_text("{}")
     return folder
 
 

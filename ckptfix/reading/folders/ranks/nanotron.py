@@ -13,6 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
@@ -56,13 +57,13 @@ def document(files: RankFiles) -> Document:
     """Return the document of a save: a flat state_dict with the names of the modules."""
     found: dict[str, dict[int, Path]] = {}
     counts: dict[str, int] = {}
-    paths = [path for path in (files.folder / NANOTRON_MODEL).rglob("model_*.safetensors") if path.is_file()]
-    for path in sorted(paths, key=lambda path: [_natural(part) for part in path.parts]):
-        if (match := NANOTRON_PART.fullmatch(path.name)) is not None:
-            name = ".".join((*path.relative_to(files.folder / NANOTRON_MODEL).parts[:-1], match["leaf"]))
-            ranks = int(match["ranks"] or 1)
-            add_rank(found.setdefault(name, {}), int(match["group"] or 0) * ranks + int(match["rank"] or 0), path)
+    for names, folder in _folders(files.folder / NANOTRON_MODEL):
+        for match in filter(None, map(NANOTRON_PART.fullmatch, list_folder(folder).files)):
+            name, ranks = ".".join((*names, match["leaf"])), int(match["ranks"] or 1)
+            rank = int(match["group"] or 0) * ranks + int(match["rank"] or 0)
+            add_rank(found.setdefault(name, {}), rank, folder / match[0])
             counts[name] = ranks * int(match["groups"] or 1)
+    found = {name: dict(sorted(found[name].items())) for name in sorted(found, key=_natural)}
     lacking = {name: counts[name] - len(held) for name, held in found.items() if len(held) < counts[name]}
     if lacking:
         name = max(lacking, key=lambda name: lacking[name])
@@ -93,6 +94,16 @@ def _absent(files: RankFiles, held: Mapping[int, Path], count: int) -> Iterator[
         if number not in held:
             name = _OF_GROUPS.sub(str(group), _OF_TENSORS.sub(str(rank), path.name))
             yield files.name(path.with_name(name))
+
+
+def _folders(model: Path) -> Iterator[tuple[tuple[str, ...], Path]]:
+    """Yield the folders of modules, each with their names; links to folders, which may lead back, are not followed."""
+    pending: list[tuple[tuple[str, ...], Path]] = [((), model)]
+    while pending:
+        names, folder = pending.pop()
+        yield names, folder
+        below = ((name, folder / name) for name in list_folder(folder).folders)
+        pending += [((*names, name), place) for name, place in below if not place.is_symlink()]
 
 
 def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -> TensorSpec | None:
