@@ -12,6 +12,7 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html"""
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, box_at, extent, numel
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.wording import first_names
 from ckptfix.errors import HostileError, UnreadableError, damaged
 from ckptfix.reading.folders.chunks import (
     agree,
@@ -118,12 +120,25 @@ def parse_metadata(content: Content) -> StoredMetadata:
         paths = {name: _path(parts) for name, parts in (_fields(root).get("planner_data") or {}).items()}
         order = dict.fromkeys([*(name for name in paths if name in described), *described])
         items = {_name(name): _item(name, _fields(described[name]), where) for name in order}
+        listed = {(name, tuple(start for start, _ in box)) for name, item in items.items() for box, _ in item.chunks}
+        if strange := [name for name, offsets in where if (name, offsets) not in listed]:
+            raise ValueError(f"{first_names(strange)} in files, but not among the tensors, or at other offsets")
+        _check_apart(where)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise damaged(
             content.path,
             f"not the metadata of torch.distributed.checkpoint, or damaged ({type(error).__name__}: {error})",
         ) from error
     return StoredMetadata(items, paths, frozenset(pickles.names))
+
+
+def _check_apart(where: Mapping[tuple[str, tuple[int, ...]], Location]) -> None:
+    """Raise ``ValueError`` if ranges of a file overlap: the archive at the end of a range that is too long is another
+    one, which may have a tensor of the same shape."""
+    ranges = sorted((at.file, at.offset, at.nbytes, name) for (name, _), at in where.items() if at.nbytes)
+    for (file, start, nbytes, name), (next_file, next_start, _, other) in pairwise(ranges):
+        if file == next_file and next_start < start + nbytes:
+            raise ValueError(f"{name} and {other} in the same bytes of {file}")
 
 
 def _fields(value: Any) -> Mapping[str, Any]:

@@ -41,7 +41,20 @@ class Divided(Struct):
 
 def divided(tensor: Opaque) -> Divided:
     """Return the parts of a pickled tensor. Raises ``ValueError`` or another of ``MALFORMED`` if it is invalid."""
-    return _of_mesh(tensor) if "_local_tensor" in tensor.attributes else _of_shards(tensor)
+    made = _of_mesh(tensor) if "_local_tensor" in tensor.attributes else _of_shards(tensor)
+    if made.splits != () and any(_overlaps(part) for _, part in made.parts):
+        raise ValueError("its strides make elements of its part overlap")
+    return made
+
+
+def _overlaps(part: TensorSpec) -> bool:
+    """Return whether elements of a strided tensor may overlap, which those of a replica may, but not of a shard."""
+    reach = 0
+    for stride, size in sorted(zip(part.strides, part.shape, strict=False)) if part.numel else ():
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _of_shards(tensor: Opaque) -> Divided:

@@ -14,6 +14,7 @@ from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Flat, Spread, agree
 from ckptfix.reading.folders.ranks.files import COUNTERS, RankFiles, note_copies
@@ -37,6 +38,10 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
     roots = {rank: root for rank, root in roots.items() if rank not in odd}
     first, path = roots[min(roots)], str(files.folder)
     units = first[_METADATA]["param_metadata"]
+    if unlike := [names[rank] for rank, root in roots.items() if _layout(root) != _layout(first)]:
+        raise ValueError(
+            f"the weights of {first_names(unlike)} have other names or shapes than those of {names[min(roots)]}"
+        )
     backing = {
         _joined(unit["fsdp_path"], name): (unit, held) for unit in units for name, held in unit["params"].items()
     }
@@ -99,6 +104,16 @@ def _said(root: Any) -> tuple[object, ...]:
     parts = [spec for state in states for key, spec in state.items() if "flat_param" in str(key)]
     flat = {(spec.dtype, spec.numel) for spec in parts if isinstance(spec, TensorSpec)}
     return counters, sorted(flat)
+
+
+def _layout(root: Any) -> tuple[object, ...]:
+    """Return the names and shapes of weights, which are equal on all ranks."""
+    units = [
+        (unit["fsdp_path"], name, held["names"], [*map(sizes, held["shapes"])], unit["shared_param_info"])
+        for unit in root[_METADATA]["param_metadata"]
+        for name, held in unit["params"].items()
+    ]
+    return units, [[*value] for value in root.values() if isinstance(value, dict) and not is_optimizer(value)]
 
 
 def _joined(path: str, name: str) -> str:

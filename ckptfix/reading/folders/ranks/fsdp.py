@@ -405,6 +405,7 @@ class _RankMerge:
         }
         if (place := max(flat.values(), default=-1)) >= 0:
             add_rank(self.places, place, file)
+        _check_views([leaf for _, leaf in leaves if isinstance(leaf, TensorSpec) and id(leaf.storage) in flat], file)
         for path, leaf in leaves:
             if isinstance(leaf, TensorSpec):
                 found = self.found.setdefault(path, _Collected())
@@ -596,6 +597,15 @@ def _read(path: ContainerPath, leaf: Any, file: Path) -> Any:
             f"{file}: the tensor {path_name(path)} does not say which part it is ("
             f"{type(error).__name__}: {error}); the file is damaged or from an unknown release of torch"
         ) from error
+
+
+def _check_views(views: list[TensorSpec], file: Path) -> None:
+    """Raise ``UnreadableError`` if views of a flat parameter overlap; those of tied weights are equal."""
+    stop: dict[int, int] = {}
+    for storage, start, count in sorted({(id(view.storage), view.offset, view.numel) for view in views if view.numel}):
+        if start < stop.get(storage, 0):
+            raise UnreadableError(f"{file}: its weights overlap in their flat parameter; the file is damaged")
+        stop[storage] = start + count
 
 
 def _is_flat_name(path: ContainerPath) -> bool:

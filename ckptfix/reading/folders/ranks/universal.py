@@ -32,6 +32,8 @@ NAME = "universal"
 PARAMETERS = "zero"
 MASTER = "fp32"
 GROUPS = "optimizer_state.pt"
+# Names in model states that may have a folder without being trained.
+_UNTRAINED = ("frozen_param_shapes", "shared_params", "buffer_names")
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
 
 
@@ -79,7 +81,8 @@ def document(files: RankFiles) -> Document:
         keys = len(files.lacking)
         files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=missing, keys=keys, nbytes=0, total=0))
     folders = list_folder(files.folder / PARAMETERS).folders
-    if extra := [name for name in folders if name not in shapes and name not in root["module"]]:
+    untrained = {str(name) for key in _UNTRAINED for name in root.get(key) or ()} & root["module"].keys()
+    if extra := [name for name in folders if name not in shapes and name not in untrained]:
         raise UnreadableError(
             f"{files.folder}: the model states do not name {first_names(extra)}; put the files of one save together"
         )

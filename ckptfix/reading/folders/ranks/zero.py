@@ -56,7 +56,7 @@ from ckptfix.reading.folders.ranks.zero_masters import (
     restacked,
 )
 from ckptfix.reading.folders.ranks.zero_numbered import merged_optimizer
-from ckptfix.reading.folders.ranks.zero_splits import check_degree, splits_of_ranks
+from ckptfix.reading.folders.ranks.zero_splits import check_degree, kinds_of_splits, splits_of_ranks
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -158,6 +158,11 @@ def document(files: RankFiles) -> Document:
     degree = roots[0].get("mp_world_size")
     if tensor != list(range(degree if type(degree) is int and 0 < degree <= MOST_RANKS else len(tensor))):
         raise UnreadableError(f"{path}: has files of {len(tensor)} of {degree} tensor-parallel ranks; fetch the others")
+    if any(kinds_of_splits(root) != kinds_of_splits(roots[0]) for root in roots):
+        raise UnreadableError(
+            f"{path}: its tensor-parallel ranks do not say the same about how they divide weights; they are damaged or"
+            " from different saves"
+        )
     if type(degree) is not int and len(tensor) > 1:
         check_degree(path, roots[0]["module"], len(tensor))
     plain = _trained(roots[0])

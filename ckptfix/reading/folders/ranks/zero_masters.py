@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -215,6 +215,7 @@ class Merging:
             said = [self.states[rank].ranks for rank in run.ranks if rank in self.states]
             if any([*run.ranks] != [*ranks[at]] for ranks in said if ranks for at in run.groups):
                 raise ValueError(f"group {run.groups[0]} is not on the ranks {first_names(run.ranks)}")
+            self._check_slices(run)
         place = partial(self._spread if self.first.stage == 3 else self._partitions, runs)
         tensors = place("", lambda made, index: made.masters[index])
         if tensors is None:
@@ -238,6 +239,21 @@ class Merging:
             if odd := [name for name, numel in held.items() if name in module and module[name].numel != numel]:
                 raise ValueError(f"slices of {first_names(odd)} that do not add up to its shape")
             yield {name: module[name].shape if name in module else (numel,) for name, numel in held.items()}
+
+    def _check_slices(self, run: _FlatRun) -> None:
+        """Raise ``ValueError`` unless the slices that the ranks of stages 1 and 2 name add up to the parameters of the
+        model states: the masters of others would be cut at the wrong places, or be under the wrong names.
+
+        Only their sums are compared: with ``round_robin_gradients``, they are in another order than the masters."""
+        held = [self.states[rank].slices for rank in run.ranks if rank in self.states]
+        if len(held) < self.first.world or any(len(slices) <= run.groups[0] for slices in held):
+            return  # a rank is missing, has other experts, or is of a release that does not name them
+        added = Counter[str]()
+        for slices in held:
+            added.update(slices[run.groups[0]])
+        named = {name: math.prod(shape) for name, shape in run.shapes.items()}
+        if odd := [name for name in {**named, **added} if named.get(name, 0) != added[name]]:
+            raise ValueError(f"the slices of {first_names(odd)} in the optimizer states do not add up to its shape")
 
     def _states(self, file: Path) -> _States | None:
         root = self.files.root(file)

@@ -56,6 +56,15 @@ def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, A
     return _of_parameters(split_of)
 
 
+def kinds_of_splits(root: Any) -> tuple[object, ...]:
+    """Return what model states say about splits that is equal on all tensor-parallel ranks: whether they name the
+    trained parameters, and the patterns of each kind."""
+    info = root.get("universal_checkpoint_info")
+    info = info if isinstance(info, dict) else {}
+    whole = [(entry["partition_dim"], *entry["patterns"]) for entry in info.get("parameter_with_sub_params") or ()]
+    return "param_shapes" in root, [[*(info.get(key) or ())] for key in _DIVIDED], whole
+
+
 _MakeSplit = Callable[[str, Sequence[TensorSpec]], Split]  # returns how a tensor is split into these parts
 
 

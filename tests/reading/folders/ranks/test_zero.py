@@ -700,7 +700,8 @@ def test_a_missing_tensor_parallel_rank_is_named(tmp_path: Path) -> None:
 def test_patterns_that_may_take_for_ever_are_not_run(tmp_path: Path, pattern: str) -> None:
     folder, _ = unpacked("tp2_zero2_w4_bf16", tmp_path)
     info = {"tp_replicated_parameter_patterns": [pattern]}
-    _change(folder / TAG / "mp_rank_00_model_states.pt", lambda states: states.update(universal_checkpoint_info=info))
+    for file in (folder / TAG).glob("mp_rank*"):
+        _change(file, lambda states: states.update(universal_checkpoint_info=info))
     with pytest.raises(UnreadableError, match="in the place of a pattern"):
         ckptfix.open_checkpoint(folder)
 
