@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptfix
 from ckptfix.errors import UnreadableError
 from tests.reading.folders.ranks.genuine import unpacked
 from tests.reading.folders.ranks.test_fairscale import write_fairscale
+from tests.reading.folders.ranks.test_llama import write_llama
+from tests.reading.folders.ranks.test_megatron import write_megatron
 
 
 def change(file: Path, edit: Callable[[Any], object]) -> None:
@@ -83,7 +85,7 @@ def test_splits_that_another_rank_contradicts(tmp_path: Path, claim: str, rank: 
 @pytest.mark.parametrize("old", ["a", "b"])
 def test_an_item_of_dcp_without_a_description(tmp_path: Path, old: str) -> None:
     """Renaming one in the metadata to the name of another leaves a file's tensor without one."""
-    dcp.save({"a": torch.ones(3), "b": torch.zeros(3)}, checkpoint_id=tmp_path)
+    save({"a": torch.ones(3), "b": torch.zeros(3)}, checkpoint_id=tmp_path)
     file = tmp_path / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     del metadata.state_dict_metadata[old]
@@ -122,7 +124,7 @@ def test_views_of_a_flat_parameter_that_overlap(tmp_path: Path, place: bytes) ->
 
 def test_ranges_of_dcp_that_overlap(tmp_path: Path) -> None:
     """The archive at the end of a range that is too long is that of the next tensor."""
-    dcp.save({"a": torch.ones(3), "b": torch.zeros(3)}, checkpoint_id=tmp_path)
+    save({"a": torch.ones(3), "b": torch.zeros(3)}, checkpoint_id=tmp_path)
     file = tmp_path / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     first, second = sorted(metadata.storage_data.values(), key=lambda info: info.offset)
@@ -152,5 +154,30 @@ OF_FAIRSCALE: dict[str, Callable[[Any], object]] = {
 def test_names_and_shapes_that_another_rank_contradicts(tmp_path: Path, claim: str, rank: int) -> None:
     write_fairscale(tmp_path, 2)
     change(tmp_path / f"checkpoint_last-shard{rank}.pt", OF_FAIRSCALE[claim])
+    with pytest.raises(UnreadableError):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (write_llama, "consolidated.{:02d}.pth"),
+        (write_megatron, "iter_0000007/mp_rank_{:02d}/model_optim_rng.pt"),
+    ],
+    ids=["llama", "megatron"],
+)
+@pytest.mark.parametrize("rows", [0, 1, 15])
+def test_a_rank_with_fewer_rows_than_the_others(
+    tmp_path: Path, write: Callable[[Path, int], object], name: str, rows: int, rank: int
+) -> None:
+    write(tmp_path, 2)
+
+    def shorten(root: Any) -> None:
+        state = root.get("model", root)
+        key = next(key for key in state if key.endswith(("wq.weight", "linear_qkv.weight")))
+        state[key] = state[key][:rows]
+
+    change(tmp_path / name.format(rank), shorten)
     with pytest.raises(UnreadableError):
         ckptfix.open_checkpoint(tmp_path)

@@ -94,7 +94,7 @@ def _whole(files: RankFiles, key: str, entries: Mapping[int, Any], absent: Seque
     rows = _rows_of_absent({rank: part.shape[0] for rank, part in parts.items()}, absent)
     if rows is None:
         return None
-    whole = joined(key, held, Split(0), str(files.folder))
+    whole = joined(key, held, Split(0, is_uneven=True), str(files.folder))
     row = whole.nbytes // max(whole.shape[0], 1)
     files.lacking[key] += rows * row + sum(part.nbytes for part in held if is_torn(part))
     shape = (whole.shape[0] + rows, *whole.shape[1:])

@@ -20,7 +20,8 @@ class Split(Struct, frozen=True):
     """How a tensor is split: along an axis, or not at all (None), so that every rank has a copy.
 
     ``stacked`` is the number of matrices along the axis, each of which is split separately. ``holders`` is the number
-    of consecutive ranks that have the same part.
+    of consecutive ranks that have the same part. ``is_uneven`` is whether parts may have different lengths, as those of
+    DeepSpeed's AutoTP and of FSDP; Megatron's have one length.
 
     Other splits have ``places``: for every rank, the boxes of the whole that it has, each with its box in the rank's
     part; and the ``shape`` of the whole."""
@@ -30,6 +31,7 @@ class Split(Struct, frozen=True):
     holders: int = 1
     places: tuple[tuple[tuple[Box, Box], ...], ...] = ()
     shape: tuple[int, ...] = ()
+    is_uneven: bool = False
 
 
 WHOLE = Split(None)
@@ -91,6 +93,7 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
         (part.dtype, len(part.shape), part.shape[:axis], part.shape[axis + 1 :])
         != (first.dtype, len(first.shape), first.shape[:axis], first.shape[axis + 1 :])
         or part.shape[axis] % split.stacked
+        or (part.shape[axis] != first.shape[axis] and not split.is_uneven)
         for part in parts
     ):
         shapes = first_names([f"{part.dtype} {list(part.shape)}" for part in parts])

@@ -51,7 +51,7 @@ def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, A
     def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:
         found = (rule for pattern, rule in patterns if name in trained and pattern.match(name))
         rule = literal.get(name) or next(found, None)
-        return rule(name, parts) if rule is not None else Split(0) if name in trained else None
+        return rule(name, parts) if rule is not None else _BY_ROWS if name in trained else None
 
     return _of_parameters(split_of)
 
@@ -126,7 +126,7 @@ def _of_sub_parameters(entry: Mapping[str, Any], widths: Any, name: str, parts: 
     axis, ranks, first = entry["partition_dim"], len(parts), parts[0]
     within = entry["shape"][axis]
     if widths is None and type(within) is int:  # the number of parameters, all of one size
-        return Split(axis, within)
+        return Split(axis, within, is_uneven=True)
     if widths is None:
         if any(size % ranks for size in sizes(within)):
             raise ValueError(f"{name} consists of {list(within)}, which {ranks} ranks do not divide")
@@ -157,11 +157,12 @@ def check_degree(path: str, state: Mapping[str, Any], ranks: int) -> None:
                 )
 
 
+_BY_ROWS = Split(0, is_uneven=True)
 _DIVIDED = {
     "tp_replicated_parameter_patterns": WHOLE,
     "parameter_to_average_patterns": WHOLE,
-    "parameter_with_2_sub_params_cat_dim_0": Split(0, 2),
-    "parameter_with_row_parallelism_patterns": Split(1),
+    "parameter_with_2_sub_params_cat_dim_0": Split(0, 2, is_uneven=True),
+    "parameter_with_row_parallelism_patterns": Split(1, is_uneven=True),
 }
 
 
