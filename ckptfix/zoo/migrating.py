@@ -211,7 +211,7 @@ def _run(
     def written(done: Done) -> None:
         source = done.record.source
         outputs[source] = done.record.output
-        (tags.add if done.record.is_tag else tags.discard)(source)
+        (tags.add if plan.makes_tag(done.record) else tags.discard)(source)
         summary.count(done.record.outcome, done.record.size, done.record.output_size, earlier=done.is_known)
         workspace.publish()
 

@@ -26,7 +26,15 @@ from ckptfix.core.settings import UNIVERSAL
 from ckptfix.core.wording import no_option, shell_join
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
-from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, TakenNameError, UnreadableError, UsageError
+from ckptfix.errors import (
+    CkptfixError,
+    HostileError,
+    IdleRecipeError,
+    TakenNameError,
+    UnreadableError,
+    UsageError,
+    WriteError,
+)
 from ckptfix.repairing import check, repair
 from ckptfix.report.advice import blocking_findings, price_text, remedies_of, remedy_choices, with_remedies
 from ckptfix.report.page.data import weights_to_json
@@ -365,8 +373,10 @@ def decisions_for(job: Job, report: Report) -> list[dict[str, Any]]:
         options = {"smoke": False} if is_of_machine or not codes else {"accept": list(codes)}
         ways.append({"options": options, "text": KEEP, "command": command_with(job, options)})
     found: dict[str, dict[str, Any]] = {}
+    texts = [way["text"] for way in ways if not way["options"]]
     for way in ways:
-        if way["options"] or way["text"]:
+        is_repeated = not way["options"] and any(text.startswith(f"{way['text']}, or ") for text in texts)
+        if not is_repeated and (way["options"] or way["text"]):
             found.setdefault(repr(way["options"] or way["text"]), way)
     return list(found.values())
 
@@ -400,8 +410,10 @@ def decisions_after_error(job: Job, error: CkptfixError) -> list[dict[str, Any]]
         renaming = 'output = "{folder}/{name}{suffix}"'
         text = f"in zoo.toml, exclude = [{name}] leaves it out, and {renaming} below [[files]] gives it another name"
         return [{"options": {}, "text": text, "command": None}]
-    of_one_file = (option for option in error.options if BY_NAME[option.name].scope is Scope.ONE_FILE)
-    named = [option for option in of_one_file if option.value is not None]
+    # An error about the output names options that work; others may name an option that is wrong.
+    scopes = (Scope.REPAIR, Scope.ONE_FILE) if isinstance(error, WriteError) else (Scope.ONE_FILE,)
+    of_repairs = (option for option in error.options if BY_NAME[option.name].scope in scopes)
+    named = [option for option in of_repairs if option.value is not None]
     names = dict.fromkeys(option.name for option in named)
     if len(names) < len(named):
         ways: list[dict[str, Any]] = [{option.name: option.value} for option in named]

@@ -11,8 +11,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptfix.core.settings import UNIVERSAL
 from ckptfix.errors import UsageError
-from ckptfix.reading.folders.ranks.names import LATEST, LATEST_UNIVERSAL
+from ckptfix.reading.folders.ranks.names import LATEST, LATEST_UNIVERSAL, OF_DEEPSPEED
 from ckptfix.zoo.items import Item, ItemKind
 from ckptfix.zoo.job import Job, Others
 from ckptfix.zoo.manifest import OWN_NAMES, Journal, Outcome, Record, free_name, version
@@ -128,6 +129,12 @@ class MigrationPlan(Struct, dict=True):
             and self._claims[name] <= (name in own)
             and self._old_outputs[name] <= (name == before.output)
         ]
+
+    def makes_tag(self, record: Record) -> bool:
+        """Return whether an output is the tag of a universal checkpoint; in a dry run, whether it would be."""
+        is_universal = self.table.treatment_of(record.source).settings.get("format") == UNIVERSAL
+        is_to_be = self.dry_run and is_universal and record.format in OF_DEEPSPEED and record.output is not None
+        return record.is_tag or is_to_be
 
     def _job(self, number: int, item: Item) -> Job:
         common, treatment = self.table.treatment_of(item.name), self._treatment_of(item)

@@ -1,6 +1,7 @@
 """Folders of ranks in a zoo, and the files that name the latest of them."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,37 @@ def test_universal_checkpoints_are_the_tags_of_their_run_and_not_written_again(t
     assert (records(new)[TAG]["finished"], (new / "saved/latest_universal").read_text()) == (finished[0][0], "epoch1")
     assert zoos.migrate_here(old, new, "--format", "pth").returncode == 0
     assert sorted(file.name for file in (new / "saved").iterdir()) == ["epoch1.pth", "global_step2.pth"]
+
+
+def test_a_dry_run_names_the_latest_as_it_would_be_written(tmp_path: Path) -> None:
+    old, new = zoo_of(tmp_path), tmp_path / "new"
+    for form, name in (("universal", "latest_universal"), (None, "latest")):
+        words = ("--format", form) if form else ()
+        done = zoos.migrate_here(old, new, "--dry-run", "--output-format", "json", *words)
+        outputs = {record["source"]: record["output"] for record in json.loads(done.stdout)["records"]}
+        assert outputs == {TAG: TAG, "saved/latest": f"saved/{name}"}
+
+
+def test_what_cannot_be_a_universal_checkpoint_gets_the_command_for_another_format(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    torch.save(zoos.weights(1), old / "a.pth")
+    done = zoos.migrate_here(old, new, "--format", "universal")
+    (command,) = (line.strip() for line in done.stdout.splitlines() if line.strip().startswith("ckptfix migrate"))
+    assert command.endswith("--only a.pth --format pth")
+    words = shlex.split(command)[4:]
+    assert zoos.migrate_here(old, new, *words).returncode == 0
+    assert zoos.migrate_here(old, new, "--format", "universal").returncode == 0  # the decision is kept
+    assert torch.load(new / "a.pth").keys() == zoos.weights(1).keys()
+
+
+def test_one_advice_is_given_once(tmp_path: Path) -> None:
+    """A missing layer takes weights with names and perhaps others with it."""
+    old, new = zoo_of(tmp_path, "pipeline_pp2"), tmp_path / "new"
+    for file in [*old.rglob("*optim_states.pt"), *old.rglob("layer_03*")]:
+        file.unlink()
+    done = zoos.migrate_here(old, new, "--only", "saved/global_step1", "--salvage")
+    assert done.stdout.count("fetch the missing files") == 1
 
 
 def test_ranks_that_are_kept_keep_the_name_of_the_latest(tmp_path: Path) -> None:

@@ -251,8 +251,10 @@ class RankFiles:
                     f"{type(error).__name__}: {error}); they are damaged or from an unknown release"
                 ) from error
 
-    def note_missing(self, world: int, present: Mapping[int, Path], pattern: str) -> None:
-        """Record as damage the ranks of ``world`` without a file; ``pattern`` formats the name of a rank's file."""
+    def note_missing(self, world: int, present: Mapping[int, Path], pattern: str, groups: int = 1) -> None:
+        """Record as damage the ranks of ``world`` without a file; ``pattern`` formats the name of a rank's file.
+
+        ``groups`` is the number of such groups of ranks, each of which is noted by itself."""
         if not 0 < world <= MOST_RANKS:
             raise HostileError(f"{self.folder}: claims {world} ranks; do not use this checkpoint")
         extra = [path.name for rank, path in present.items() if rank >= world]
@@ -261,7 +263,7 @@ class RankFiles:
         if absent := world - sum(rank < world for rank in present):
             names = (pattern.format(rank) for rank in range(world) if rank not in present)
             first = tuple(next(names) for _ in range(min(absent, LISTED)))
-            self.damage.append(Fact.of(Kind.RANKS_LACKING, absent=absent, ranks=world, names=first))
+            self.damage.append(Fact.of(Kind.RANKS_LACKING, absent=absent, ranks=world * groups, names=first))
 
     def check_absent(self, absent: int) -> None:
         """Raise ``UnreadableError`` if too many ranks or stages are missing to list the parts of every weight."""

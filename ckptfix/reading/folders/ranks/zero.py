@@ -190,7 +190,7 @@ def document(files: RankFiles) -> Document:
         for rank, root, found in zip(tensor, roots, states, strict=True):
             if root.get("frozen_param_shapes") or 0 not in present[rank]:
                 pattern = f"{_SPREAD}_{{}}_mp_rank_{rank:02d}_model_states.pt"
-                files.note_missing(masters.world, present[rank], pattern)
+                files.note_missing(masters.world, present[rank], pattern, len(tensor))
             if first := _first(found):
                 files.remarks[Fact(Kind.STATES_OF, present[rank][first].name)] = None
         frozen = joining.whole(parts, split_of)

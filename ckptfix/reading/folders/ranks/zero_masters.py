@@ -37,7 +37,7 @@ from ckptfix.reading.folders.ranks.files import (
     RankFiles,
     by_rank,
 )
-from ckptfix.reading.folders.ranks.names import ZERO_OPTIM
+from ckptfix.reading.folders.ranks.names import ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, joined
 from ckptfix.reading.folders.ranks.zero_numbered import EXPERT_KEY
 from ckptfix.reading.pickles.claims import sizes
@@ -169,11 +169,15 @@ class Merging:
 
     def __init__(self, files: RankFiles, model_rank: int) -> None:
         self.files, self.path = files, str(files.folder)
-        found = {data: file for (data, model), file in by_rank(files.folder, ZERO_OPTIM).items() if model == model_rank}
+        every = by_rank(files.folder, ZERO_OPTIM)
+        found = {data: file for (data, model), file in every.items() if model == model_rank}
         states = {rank: made for rank, file in found.items() if (made := self._states(file)) is not None}
-        self._name = f"zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
+        before = next((file.name.partition("zero_pp_rank")[0] for file in every.values()), "")
+        self._name = f"{before}zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
+        models = (model for _, model in (*every, *by_rank(files.folder, ZERO_MODEL)))
+        self._groups = 1 + max(models, default=0)
         if not states:
-            causes = clauses(self.files.damage) or f"has no {self._name.format('*')}"
+            causes = clauses(self.files.damage) if found else f"has no {self._name.format('*')}"
             raise damaged(self.path, f"{causes}; no rank can be read")
         steps = {rank: made.steps for rank, made in states.items()}
         known = next((own for own in steps.values() if own is not None), None)
@@ -190,8 +194,7 @@ class Merging:
         self.files.note_repeated({name: [made.masters, made.optimizer] for name, made in named.items()})
         settings = {name: made.settings for name, made in named.items()}
         self.files.note_foreign({**settings, "*_model_states.pt": {"ds_config": root.get("ds_config")}})
-        prefix = next(iter(named)).partition("zero_pp_rank")[0]
-        self.files.note_missing(self.first.world, self.present, prefix + self._name)
+        self.files.note_missing(self.first.world, self.present, self._name, self._groups)
         if "param_shapes" not in root and not self.first.slices:
             what = f"{clauses(self.files.damage)}; no other file has the names of the weights"
             raise UnreadableError(f"{self.path}: {what}; fetch the model states")

@@ -364,6 +364,18 @@ def test_what_a_missing_rank_held_is_named(tmp_path: Path, name: str, file: str,
     assert list(caught.value.data["lost"]) == list(ckptfix.open_checkpoint(folder, salvage=True).lost)
 
 
+def test_missing_ranks_are_counted_among_all_tensor_parallel_ranks(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path, "tp2_zero2_w4_bf16")
+    for name in ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"):
+        (folder / TAG / name).unlink()
+    with pytest.raises(UnreadableError) as caught:
+        ckptfix.open_checkpoint(folder)
+    assert str(caught.value).count("lacks 1 rank of 4: bf16_zero_pp_rank_") == 2
+    (folder / TAG / "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
+    with pytest.raises(UnreadableError, match=r"has no bf16_zero_pp_rank_\*_mp_rank_01_optim_states\.pt"):
+        ckptfix.open_checkpoint(folder)
+
+
 def test_frozen_weights_of_a_missing_rank_are_counted(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path, "zero3_w3_bf16_g2")
     file = folder / TAG / "zero_pp_rank_1_mp_rank_00_model_states.pt"
