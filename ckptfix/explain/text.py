@@ -190,7 +190,7 @@ _QUOTED_FOLDER = re.compile(r"""Is a directory: (["'])([^\n\r]{1,300}?)\1""", re
 _BARE_FILE = re.compile(
     rf"(?<![^\s'\"`(\[{{<=:,;|])([\w./\\~\-][\w./\\~:\-]{{0,300}}\.(?:{_SUFFIXES}))(?![\w\-]|\.\w)", re.IGNORECASE
 )
-
+_IS_NO_FILE = re.compile(r"://|[{*]|\\d")  # a URL, a template, a pattern of names
 _OF_CODE = re.compile(r"\w+\.(?:model|weights)", re.IGNORECASE)  # `self.model` in a line of a traceback
 
 
@@ -200,7 +200,7 @@ def file_name(text: str) -> str | None:
     quoted = {match[2] for pattern in (_QUOTED_FILE, _QUOTED_FOLDER) for match in pattern.finditer(text)}
     bare = {match[1] for match in _BARE_FILE.finditer(text)}
     for found in (quoted, bare):
-        names = {name for name in found if not ("://" in name or "{" in name or name.endswith(_RECORDS))}
+        names = {name for name in found if not (_IS_NO_FILE.search(name) or name.endswith(_RECORDS))}
         if found is bare:
             names = {name for name in names if _OF_CODE.fullmatch(name) is None}
         if names:

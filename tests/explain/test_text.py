@@ -333,6 +333,8 @@ def test_the_parts_of_a_chain():
         ("torch.load('a.pth'); torch.load('b.pth')", None),
         ("failed locating file constants.pkl: file not found", None),
         ("see https://example.com/a.pth", None),
+        ("Expected 4 of '*_optim_states.pt' under 'ckpt' but found 3 files", None),
+        (r"No file matching 'model_world_size_(\d+)_rank_0.pt' found in ckpt", None),
         ('  File "train.py", line 3', None),
         ("torch.load('a b.pth')", "a b.pth"),
         ("torch.load('a.pth') # a.pth", "a.pth"),
