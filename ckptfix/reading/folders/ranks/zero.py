@@ -145,7 +145,8 @@ def document(files: RankFiles) -> Document:
         roots = [root or {**nameless, "module": OrderedDict(emptied(like["module"], path))} for root in roots]
     elif len(tensor) == 1:
         roots = [{"module": OrderedDict(), "shared_params": None}]
-        files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost=lacking[0])] = None
+        lost = f"{lacking[0]}, and the shapes of the others" if optim else lacking[0]
+        files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost=lost)] = None
     else:
         what = f"{clauses(files.damage)}; no other file has the names and shapes of the weights"
         raise UnreadableError(f"{path}: {what}; fetch {first_names(lacking)}")

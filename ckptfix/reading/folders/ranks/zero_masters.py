@@ -77,14 +77,19 @@ class _States(Struct):
     @property
     def steps(self) -> list[float | None] | None:
         """The step of every flat group, equal on all ranks of a save; None if the file is cut short before one."""
-        found = self.optimizer.get("state")
-        held = [
-            group.get("step")
-            for group in (found if isinstance(found, dict) else {}).values()
-            if isinstance(group, dict)
-        ]
+        held = [group.get("step") for group in self.state.values() if isinstance(group, dict)]
         is_lost = any(isinstance(step, TensorSpec) and is_torn(step) for step in held)
         return None if is_lost else [*map(_number, held)]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        found = self.optimizer.get("state")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def fields(self) -> list[str]:
+        """The names of the moments and the other values of all groups."""
+        return [field for held in self.state.values() if isinstance(held, dict) for field in held]
 
     @property
     def numbers(self) -> list[int]:
@@ -119,7 +124,7 @@ def joined_masters(
         return parts[0]
     optimizer, states = optimizers[0], [part["state"] for part in optimizers if part is not None]
     if optimizer is not None and len(states) == len(parts):
-        fields = dict.fromkeys(field for moments in states[0].values() for field in moments)
+        fields = dict.fromkeys(field for state in states for moments in state.values() for field in moments)
         moments_of: dict[str, dict[str, Any]] = {name: {} for name in states[0]}
         for field in fields:
             held = [{name: moments[field] for name, moments in state.items() if field in moments} for state in states]
@@ -276,6 +281,8 @@ class Merging:
         for run in runs:
             (group,) = run.groups
             taken = {at: take(states[rank], group) for at, rank in enumerate(run.ranks) if rank in states}
+            if taken and all(value is None for value in taken.values()):
+                continue  # a moment of other groups
             if not all(map(is_flat, taken.values())):
                 return None
             if not taken:
@@ -343,34 +350,51 @@ class Merging:
     def _optimizer(
         self, place: Callable[[str, _Take], dict[str, TensorSpec] | None], groups: Sequence[Shapes]
     ) -> dict[str, Any] | None:
-        """Return the optimizer's state by name; None if it is missing, or not laid out like the masters."""
+        """Return the optimizer's state by name; None, with a remark, if it is missing or not laid out like the masters,
+        or if a rank lacks what others have."""
         first = self.first
         numbers, states = first.numbers, first.optimizer.get("state")
         if not isinstance(states, dict) or set(numbers) - states.keys():
-            return None
+            return self._left_out("its state is not in the files")
         if not len(set(numbers)) == len(numbers) == len(first.masters):
-            return None
+            return self._left_out("its groups are not those of the weights")
         made: dict[str, dict[str, Any]] = {name: {} for group in groups for name in group}
-        for field, value in states[numbers[0]].items():
-            if not isinstance(value, TensorSpec) or not value.shape:
+        for field in dict.fromkeys(field for each in self.states.values() for field in each.fields):
+            held = [
+                {rank: _moment(numbers, field, each, at) for rank, each in self.states.items()}
+                for at in range(len(numbers))
+            ]
+            if not any(isinstance(value, TensorSpec) and value.shape for values in held for value in values.values()):
                 for group, number in zip(groups, numbers, strict=True):
                     kept = states[number].get(field)
                     made.update({name: {**made[name], field: with_own_storage(kept)} for name in group})
                 continue
-            tensors = place(f"{field} of ", partial(_moment, numbers, field))
-            if tensors is None:
-                return None
+            for values in held:
+                odd = [self.present[rank].name for rank, value in values.items() if not is_flat(value)]
+                if len(odd) == len(values) and any(value is not None for value in values.values()):
+                    return self._left_out(f"its {field} is not divided like the weights")
+                if 0 < len(odd) < len(values):
+                    return self._left_out(
+                        f"{first_names(odd)} lacks {field}, or has it in another form than the others"
+                    )
+            if (tensors := place(f"{field} of ", partial(_moment, numbers, field))) is None:
+                return self._left_out(f"its {field} is not divided like the weights")
             for name, spec in tensors.items():
                 made[name][field] = spec
         # Stage 3 has a dict of names for each of its sub-groups, as many as there are flat groups.
         if len(groups) != len(numbers):
-            return None
+            return self._left_out("its groups are not those of the weights")
         names = dict(zip(numbers, map(list, groups), strict=True))
         kept = [
             {**group, "params": [name for number in group["params"] for name in names[number]]}
             for group in first.optimizer["param_groups"]
         ]
         return {"state": made, "param_groups": kept}
+
+    def _left_out(self, why: str) -> dict[str, Any] | None:
+        """Remark why the optimizer is left out."""
+        self.files.remarks[Fact.of(Kind.RANK_LEFT_OUT, "optimizer", why=why)] = None
+        return None
 
 
 def restacked(tensors: dict[str, Any], path: str) -> dict[str, Any]:
@@ -414,7 +438,8 @@ _Take = Callable[[_States, int], Any]  # returns the slice of a flat group from 
 
 
 def _moment(numbers: Sequence[int], field: str, states: _States, index: int) -> Any:
-    return states.optimizer["state"][numbers[index]].get(field)
+    held = states.state.get(numbers[index])
+    return held.get(field) if isinstance(held, dict) else None
 
 
 def is_flat(value: Any) -> bool:

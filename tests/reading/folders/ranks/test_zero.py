@@ -1011,7 +1011,49 @@ def test_moments_of_other_groups_than_the_masters_are_left_out(tmp_path: Path) -
     checkpoint = ckptfix.open_checkpoint(tmp_path)
     root: Any = checkpoint.root
     assert "optimizer" not in root
-    assert [mark.place for mark in checkpoint.remarks if mark.kind is Kind.RANK_LEFT_OUT] == ["optimizer"]
+    (mark,) = checkpoint.remarked(Kind.RANK_LEFT_OUT)
+    assert (mark.place, mark.data["why"]) == ("optimizer", "its groups are not those of the weights")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("change", ["missing", "two dimensions"])
+def test_a_rank_with_another_moment_than_the_others_is_named(
+    tmp_path: Path, stage: int, rank: int, change: str
+) -> None:
+    """Also if it is the first, so that the moment is not left out silently."""
+    (write_zero if stage == 2 else write_zero3)(tmp_path, TENSORS, 2)
+
+    def spoil(states: Any) -> None:
+        held = states["optimizer_state_dict"]["base_optimizer_state" if stage == 2 else "optimizer_state_dict"]
+        moment = held["state"][0].pop("exp_avg")
+        if change == "two dimensions":
+            held["state"][0]["exp_avg"] = moment.reshape(1, -1)
+
+    _change(tmp_path / _optim(rank), spoil)
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    root: Any = checkpoint.root
+    assert "optimizer" not in root
+    (mark,) = checkpoint.remarked(Kind.RANK_LEFT_OUT)
+    assert mark.data["why"].startswith(f"{_optim(rank)} lacks exp_avg,")
+    assert all(bytes_of(checkpoint.read(key)) == bytes_of(value) for key, value in TENSORS.items())
+
+
+def test_moments_of_some_groups_only_are_kept(tmp_path: Path) -> None:
+    """As of a group that the optimizer trains by another rule."""
+    tensors = {"a": torch.arange(8.0), "b": torch.arange(4.0)}
+    for rank in range(2):
+        parts = [value.chunk(2)[rank].clone() for value in tensors.values()]
+        inner = _optimizer([part + 1000 for part in parts])
+        inner["state"][1]["exp_avg_sq"] = parts[1] + 2000
+        inner["param_groups"] = [{"params": [0]}, {"params": [1]}]
+        held = {"single_partition_of_fp32_groups": parts, "base_optimizer_state": inner, "partition_count": [2, 2]}
+        write_rank(tmp_path, rank, {**held, "zero_stage": 2})
+    write_names(tmp_path, "mp_rank_00", tensors, OrderedDict(tensors), groups=2)
+    root: Any = ckptfix.open_checkpoint(tmp_path).root
+    state = root["optimizer"]["state"]
+    assert [*state["a"], *state["b"]] == ["step", "exp_avg", "step", "exp_avg", "exp_avg_sq"]
+    assert bytes(row_major_bytes(state["b"]["exp_avg_sq"], "b")) == bytes_of(tensors["b"] + 2000)
 
 
 def test_paddings_below_zero_are_refused(tmp_path: Path) -> None:
