@@ -209,3 +209,13 @@ def _fill(out: Array, piece: TensorSpec, offset: int, strides: Shape) -> None:
             for at in range(0, block.shape[inner], rows):
                 some = (*(slice(None),) * inner, slice(at, at + rows))
                 block[some] = view[some]
+
+
+def may_overlap(part: TensorSpec) -> bool:
+    """Return whether elements of a strided tensor may overlap, as in an expanded one, but not in a part of a rank."""
+    reach = 0
+    for stride, size in sorted(zip(part.strides, part.shape, strict=False)) if part.numel else ():
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

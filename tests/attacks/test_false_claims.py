@@ -181,3 +181,16 @@ def test_a_rank_with_fewer_rows_than_the_others(
     change(tmp_path / name.format(rank), shorten)
     with pytest.raises(UnreadableError):
         ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_tensor_parallel_part_whose_elements_overlap(tmp_path: Path) -> None:
+    write_megatron(tmp_path, 2)
+    file = tmp_path / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt"
+
+    def expand(root: Any) -> None:
+        key = "decoder.layers.0.self_attention.linear_qkv.weight"
+        root["model"][key] = root["model"][key][:1].expand(root["model"][key].shape)
+
+    change(file, expand)
+    with pytest.raises(UnreadableError, match=r"linear_qkv\.weight do not fit"):
+        ckptfix.open_checkpoint(tmp_path)

@@ -13,6 +13,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, box_at
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
+from ckptfix.reading.boxes import may_overlap
 from ckptfix.reading.folders.ranks.files import MOST_RANKS
 from ckptfix.reading.pickles.claims import sizes
 
@@ -42,19 +43,9 @@ class Divided(Struct):
 def divided(tensor: Opaque) -> Divided:
     """Return the parts of a pickled tensor. Raises ``ValueError`` or another of ``MALFORMED`` if it is invalid."""
     made = _of_mesh(tensor) if "_local_tensor" in tensor.attributes else _of_shards(tensor)
-    if made.splits != () and any(_overlaps(part) for _, part in made.parts):
+    if made.splits != () and any(may_overlap(part) for _, part in made.parts):
         raise ValueError("its strides make elements of its part overlap")
     return made
-
-
-def _overlaps(part: TensorSpec) -> bool:
-    """Return whether elements of a strided tensor may overlap, which those of a replica may, but not of a shard."""
-    reach = 0
-    for stride, size in sorted(zip(part.strides, part.shape, strict=False)) if part.numel else ():
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 def _of_shards(tensor: Opaque) -> Divided:

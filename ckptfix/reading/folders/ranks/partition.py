@@ -12,7 +12,7 @@ from ckptfix.core.parts import Box, full, lies_in, numel
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.boxes import boxed
+from ckptfix.reading.boxes import boxed, may_overlap
 from ckptfix.reading.folders.chunks import agree, gone, merge_parts
 
 
@@ -94,6 +94,7 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
         != (first.dtype, len(first.shape), first.shape[:axis], first.shape[axis + 1 :])
         or part.shape[axis] % split.stacked
         or (part.shape[axis] != first.shape[axis] and not split.is_uneven)
+        or may_overlap(part)
         for part in parts
     ):
         shapes = first_names([f"{part.dtype} {list(part.shape)}" for part in parts])
