@@ -1,6 +1,7 @@
 """One false claim in one file of a genuine folder of ranks, which another file or another claim contradicts: a typed
 error, never other weights."""
 
+import os
 import pickle
 import re
 import zipfile
@@ -194,3 +195,30 @@ def test_a_tensor_parallel_part_whose_elements_overlap(tmp_path: Path) -> None:
     change(file, expand)
     with pytest.raises(UnreadableError, match=r"linear_qkv\.weight do not fit"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_rank_of_fairseq2_that_is_not_a_file_is_missing(tmp_path: Path, kind: str) -> None:
+    """Only the names of its files say how many ranks there were."""
+    folder = tmp_path / "model" / "pp_00" / "tp_00"
+    folder.mkdir(parents=True)
+    torch.save({"a": torch.ones(2, 2)}, folder / "sdp_00.pt")
+    last = folder / "sdp_01.pt"
+    {"link": lambda: last.symlink_to("gone"), "pipe": lambda: os.mkfifo(last), "folder": last.mkdir}[kind]()
+    with pytest.raises(UnreadableError, match=r"sdp_01\.pt"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_fine"), [((2, 2, 1), True), ((2, 1, 0), True), ((2, 1, 2), False), ((0, 2, 2), False)]
+)
+def test_rows_of_fairseq2_that_no_rank_could_have(tmp_path: Path, rows: tuple[int, ...], is_fine: bool) -> None:
+    folder = tmp_path / "model" / "pp_00" / "tp_00"
+    folder.mkdir(parents=True)
+    for rank, count in enumerate(rows):
+        torch.save({"a": torch.rand(count, 2), "b": torch.rand(1)}, folder / f"sdp_{rank:02d}.pt")
+    if is_fine:
+        assert ckptfix.open_checkpoint(tmp_path).specs["a"].shape == (sum(rows), 2)
+    else:
+        with pytest.raises(UnreadableError, match="rows of a weight"):
+            ckptfix.open_checkpoint(tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.buffers import RUNNING_STATISTICS
 from ckptfix.core.facts import Fact, Kind, clauses
@@ -60,8 +61,10 @@ def document(files: RankFiles) -> Document:
                 " divided; load it with fairseq2 on one GPU, and save it again"
             )
         ranks = {number: path for (number,), path in by_rank_in(stage / "tp_00").items()}
-        others = by_rank_in(files.folder / _OPTIMIZER / stage.name / "tp_00")
-        count = max([*ranks, *(number for (number,) in others)]) + 1
+        # Also a link without its file, and an optimizer's part, show that there is a rank.
+        beside = (stage / "tp_00", files.folder / _OPTIMIZER / stage.name / "tp_00")
+        names = (name for folder in beside if folder.is_dir() for name in list_folder(folder).names)
+        count = max((int(match[1]) for match in map(FAIRSEQ2_RANK.fullmatch, names) if match), default=-1) + 1
         files.note_missing(count, ranks, "sdp_{:02d}.pt")
         states = {rank: root for rank, path in ranks.items() if (root := files.root(path)) is not None}
         if not states or not all(isinstance(state, dict) for state in states.values()):
@@ -104,9 +107,12 @@ def _whole(files: RankFiles, key: str, entries: Mapping[int, Any], absent: Seque
 def _rows_of_absent(rows: Mapping[int, int], absent: Sequence[int]) -> int | None:
     """Return how many rows of a weight the absent ranks have, given the rows of the others; None if that is unknown.
 
-    All ranks have the same number, except the last with any, which may have fewer."""
+    All ranks have the same number, except the last with any, which may have fewer. Raises ``ValueError`` for another
+    order."""
     share, holders = max(rows.values()), [rank for rank, count in rows.items() if count]
     stop = min((rank for rank, count in rows.items() if count < share), default=None)
+    if stop is not None and any(count for rank, count in rows.items() if rank > stop):
+        raise ValueError(f"rank {stop} has {rows[stop]} rows of a weight, and a rank after it has rows too")
     found = 0
     for rank in absent:
         if stop is not None and rank > stop:
