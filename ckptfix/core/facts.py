@@ -108,7 +108,10 @@ def _experts_lacking(fact: Fact) -> str:
 
 def _bytes_lacking(fact: Fact) -> str:
     tensors = counted(len(fact.data["keys"]), "tensor")
-    return f"lacks {counted(fact.data['nbytes'], 'byte')} of {tensors} that no other file has"
+    held = [f"{nbytes} in {name}" for name, nbytes in fact.data.get("files", {}).items()]
+    more = f" and {len(held) - LISTED} more" if len(held) > LISTED else ""
+    of_files = f" ({', '.join(held[:LISTED])}{more})" if held else ""
+    return f"lacks {counted(fact.data['nbytes'], 'byte')} of {tensors} that no other file has{of_files}"
 
 
 def _item_damaged(fact: Fact) -> str:

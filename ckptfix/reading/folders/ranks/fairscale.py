@@ -73,6 +73,12 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
             if is_torn(spec):
                 held = flats[key].flats[0].count(start, start + numel)
                 files.lacking[whole] += (numel - held) * spec.itemsize
+                length = states[min(states)][key].numel
+                for rank in (
+                    rank for rank in range(start // length, -(-(start + numel) // length)) if rank not in roots
+                ):
+                    own = min((rank + 1) * length, start + numel) - max(rank * length, start)
+                    files.held_by[pattern.format(rank)] += own * spec.itemsize
             start += numel
     for unit in units:
         weights.update({str(copy): weights[str(source)] for source, copy in unit["shared_param_info"]})

@@ -195,6 +195,7 @@ class RankFiles:
         self.remarks: dict[Fact, None] = {}
         self.damage: list[Fact] = []
         self.lacking: Counter[str] = Counter()  # bytes of tensors that are in no file, by the tensor's place
+        self.held_by: Counter[str] = Counter()  # those of them that a missing file had, by the file's name
 
     def root(self, file: Path) -> Any:
         """Return the root object of a file, and keep its remarks; None if it cannot be read, which is damage.
@@ -337,7 +338,9 @@ class RankFiles:
     def document(self, form: str, root: Any, producer: str, copies: Mapping[str, TensorSpec] | None = None) -> Document:
         if nbytes := self.lacking.total():
             keys = tuple(key for key, lost in self.lacking.items() if lost)
-            self.damage.append(Fact.of(Kind.BYTES_LACKING, nbytes=nbytes, keys=keys))
+            are_known = len(self.held_by) > 1 and self.held_by.total() == nbytes
+            files: dict[str, Any] = {"files": dict(self.held_by)} if are_known else {}
+            self.damage.append(Fact(Kind.BYTES_LACKING, data={"nbytes": nbytes, "keys": keys, **files}))
         return Document(
             str(self.folder),
             form,

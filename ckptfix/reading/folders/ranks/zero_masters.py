@@ -293,17 +293,25 @@ class Merging:
             length = _length({at: spec.numel for at, spec in taken.items()}, total, len(run.ranks))
             self._check_length(group, total, length, len(run.ranks))
             whole = Spread([Flat([(at * length, spec) for at, spec in taken.items()])])
-            start = 0
+            absent, start = [at for at in range(len(run.ranks)) if at not in taken], 0
             for (name, shape), padding in zip(run.shapes.items(), paddings, strict=True):
                 made[name] = spec = whole.tensor(name, shape, start, self.path)
                 if is_torn(spec):
                     held = whole.flats[0].count(start, start + spec.numel)
                     self.files.lacking[f"{prefix}{name}"] += (spec.numel - held) * spec.itemsize
+                    for at in absent:
+                        stop = min((at + 1) * length, start + spec.numel)
+                        self._note_held(run.ranks[at], max(stop - max(at * length, start), 0) * spec.itemsize)
                 start += spec.numel + padding
             self._note_short(
                 {run.ranks[at]: (spec.numel, min(length, total - at * length)) for at, spec in taken.items()}
             )
         return restacked(made, self.path)
+
+    def _note_held(self, rank: int, nbytes: int) -> None:
+        """Count the bytes that the missing file of a rank had."""
+        if nbytes:
+            self.files.held_by[self._name.format(rank)] += nbytes
 
     def _check_length(self, index: int, wanted: int, length: int, world: int) -> None:
         """Raise ``UnreadableError`` unless a group's partitions have the size of its parameters and padding."""
@@ -338,6 +346,8 @@ class Merging:
                 made[name] = spec = spread.tensor(name, shape, start, self.path)
                 start += spread.share(spec.numel)
                 self.files.lacking[f"{prefix}{name}"] += spec.itemsize * elements_of(shape, len(run.ranks), absent)
+                for at in absent:
+                    self._note_held(run.ranks[at], spec.itemsize * elements_of(shape, len(run.ranks), [at]))
             held = {self.present[rank].name: sum(part.numel for part in parts) for rank, parts in taken.items()}
             if odd := {name: count for name, count in held.items() if count != start}:
                 raise UnreadableError(

@@ -364,6 +364,33 @@ def test_what_a_missing_rank_held_is_named(tmp_path: Path, name: str, file: str,
     assert list(caught.value.data["lost"]) == list(ckptfix.open_checkpoint(folder, salvage=True).lost)
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("zero2_w5_fp16_g9", (1, 3)), ("zero3_w3_bf16_g2", (0, 2)), ("tp2_zero2_w4_bf16", (0, 1))]
+)
+def test_each_of_several_missing_ranks_has_its_bytes(tmp_path: Path, name: str, ranks: tuple[int, int]) -> None:
+    folder, _ = saved(tmp_path, name)
+    files = [next((folder / TAG).glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")) for rank in ranks]
+    if name.startswith("tp2"):
+        files[1] = files[1].with_name(files[1].name.replace("mp_rank_00", "mp_rank_01"))
+    single = []
+    for file in files:
+        file.rename(kept := tmp_path / file.name)
+        single.append(lacking_bytes(folder)["nbytes"])
+        kept.rename(file)
+    for file in files:
+        file.unlink()
+    data = lacking_bytes(folder)
+    assert data["files"] == dict(zip([file.name for file in files], single, strict=True))
+    assert data["nbytes"] == sum(single)
+
+
+def lacking_bytes(folder: Path) -> Any:
+    with pytest.raises(UnreadableError) as caught:
+        ckptfix.open_checkpoint(folder)
+    (data,) = (fact["data"] for fact in caught.value.data["damage"] if fact["kind"] == "bytes-lacking")
+    return data
+
+
 def test_missing_ranks_are_counted_among_all_tensor_parallel_ranks(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path, "tp2_zero2_w4_bf16")
     for name in ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"):
