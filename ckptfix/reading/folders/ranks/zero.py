@@ -159,7 +159,8 @@ def document(files: RankFiles) -> Document:
     degree = roots[0].get("mp_world_size")
     if tensor != list(range(degree if type(degree) is int and 0 < degree <= MOST_RANKS else len(tensor))):
         raise UnreadableError(f"{path}: has files of {len(tensor)} of {degree} tensor-parallel ranks; fetch the others")
-    if any(kinds_of_splits(root) != kinds_of_splits(roots[0]) for root in roots):
+    kinds = [kinds_of_splits(root) for root, found in zip(roots, states, strict=True) if found]
+    if any(kind != kinds[0] for kind in kinds):
         raise UnreadableError(
             f"{path}: its tensor-parallel ranks do not say the same about how they divide weights; they are damaged or"
             " from different saves"
