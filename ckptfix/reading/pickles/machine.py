@@ -218,10 +218,9 @@ class PickleMachine(PickleStream):
                         spent += getsizeof(made) + 8 - _MARK
                         place += 1
                         continue
-                    if opcode == 0x86 or opcode == 0x85:  # TUPLE2, TUPLE1
-                        value = stack.pop()
-                        made = (stack.pop(), value) if opcode == 0x86 else (value,)
-                        stack.append(made)
+                    if 0x85 <= opcode <= 0x87 and len(stack) >= opcode - 0x84:  # TUPLE1, TUPLE2, TUPLE3
+                        made = tuple(stack[0x84 - opcode :])
+                        stack[0x84 - opcode :] = (made,)
                         spent += getsizeof(made) + 8
                         place += 1
                         continue
@@ -278,10 +277,13 @@ class PickleMachine(PickleStream):
                     place += 3 if opcode == 0x4D else 5
                     continue
                 # All other opcodes, and those too close to the end of the bytes in memory.
-                self.place = place
-                if place >= len(window):
-                    self.refill()
-                code = self.byte()
+                if place <= last:
+                    code, self.place = opcode, place + 1
+                else:
+                    self.place = place
+                    if place >= len(window):
+                        self.refill()
+                    code = self.byte()
                 if code == _STOP:
                     self.is_torn = self.is_torn or self._frame_end > self.position
                     bounds.step(run + 1 - _STRIDE, 0)  # nested pickles are short, and pay only for the opcodes they ran

@@ -159,7 +159,7 @@ def wrapped_call(made: Opaque) -> tuple[object, tuple[Any, ...], dict[str, Any]]
     """Return the function, arguments and keywords that a ``functools.partial`` holds; None for any other object.
 
     The state that ``partial.__setstate__`` takes replaces all three."""
-    if canonical(str(made.cls)) != "functools.partial":
+    if made.cls.name != "partial" or canonical(str(made.cls)) != "functools.partial":
         return None
     if isinstance(made.state, tuple):
         function, args, kwargs = made.state[:3] if len(made.state) == 4 else (None, (), {})
