@@ -138,12 +138,12 @@ class JoinedBytes(PartedBytes):
 
 
 class SoughtBytes(PartedBytes):
-    """Bytes whose source is looked up by ``seek`` for each read, because a folder may have a million of them."""
+    """Bytes whose source is looked up for each read, because a folder may have a million of them."""
 
-    __slots__ = ("nbytes", "seek")
+    __slots__ = ()
 
-    def __init__(self, nbytes: int, seek: Callable[[], ByteSource]) -> None:
-        self.nbytes, self.seek = nbytes, seek
+    def seek(self) -> ByteSource:
+        raise NotImplementedError
 
     def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
         yield self.seek(), start, stop

@@ -27,7 +27,8 @@ DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), struct.Struct("<
 
 class ZipMember(Struct, gc=False):
     """The entry of a member in an archive's directory. ``odd_name`` is the stored name if it is not ``name`` in UTF-8.
-    ``ahead`` is the size of the member's local header, 0 if that was not read."""
+    ``ahead`` is the size of the member's local header, 0 if that was not read, and ``entry`` the position of the entry
+    in the archive, 0 if the member was found without it."""
 
     name: str
     odd_name: bytes | None
@@ -40,6 +41,7 @@ class ZipMember(Struct, gc=False):
     volume: int = 0
     attributes: int = 0
     ahead: int = 0
+    entry: int = 0
 
     @classmethod
     def of(cls, raw: bytes, flags: int, *said: int) -> ZipMember:
@@ -94,7 +96,7 @@ def descriptors(content: Content, place: int) -> Iterator[tuple[int, int, int]]:
 END = struct.Struct("<4s4H2LH")  # the record at the end of an archive
 END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")  # the two zip64 records before it
 ENTRY = struct.Struct("<4s6H3L5H2L")  # an entry of the directory; its name, an extra field and a comment follow
-_CRC = 16  # position of the checksum in an entry
+CRC = 16  # position of the checksum in an entry
 _TAIL = 65535 + END.size + LOCATOR.size  # a comment of at most 65535 bytes follows the end record
 _NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF  # placeholders for numbers that are in zip64 fields
 _FEW = 256  # bytes that are read first: few archives have a comment
@@ -158,11 +160,13 @@ def _followed(content: Content) -> Directory:
         raw = directory[position + ENTRY.size : position + ENTRY.size + length]
         if signature != b"PK\x01\x02" or len(raw) < length:
             break
+        entry = end.begin + position
         position += ENTRY.size + length + extra + comment
         if _NO_PLACE in (packed, size, place):
             stop = position - comment
             size, packed, place = _of_zip64(directory[stop - extra : stop], size, packed, place)
-        members.append(ZipMember.of(raw, flags, method, crc, packed, size, place + shift, volume, attributes))
+        said = (flags, method, crc, packed, size, place + shift, volume, attributes)
+        members.append(ZipMember.of(raw, *said, 0, entry))
     if position < len(directory):
         return Directory(fault=f"no entry of it is at byte {end.begin + position}")
     return Directory(members, is_exact=position == len(directory))
@@ -188,44 +192,39 @@ class ChecksumPlaces(Struct, frozen=True):
     size: int  # of the whole archive
     begin: int
     width: int  # bytes of the folder's name, with its slash
-    form: struct.Struct
-    rest: tuple[bytes, ...]
+    folders: array[int]  # the places of the folder's name
+    mask: int  # ones for all bits except those of checksums and folders
+    rest: int  # these bits; one number compares in a tenth of the time and a third of the memory of ten thousand pieces
 
     @classmethod
     def of(cls, content: Content) -> ChecksumPlaces | None:
         """Return the places in an archive; None if its directory is missing or damaged, or its members are not all in
         one folder."""
-        end = end_record(content)
-        if end is None or not (names := read_directory(content).names):
+        directory, end = read_directory(content), end_record(content)
+        if end is None or not directory.names:
             return None
-        folder, slash, _ = names[0].partition("/")
-        if not folder.isascii() or not all(name.startswith(folder + slash) for name in names):
+        folder, slash, _ = directory.names[0].partition("/")
+        if not folder.isascii() or not all(name.startswith(folder + slash) for name in directory.names):
             return None
-        tail, at, last, parts = content[end.begin :], 0, 0, []
-        width = len(folder + slash)
-        while at < end.stop - end.begin:
-            _, *fields = ENTRY.unpack_from(tail, at)
-            parts.append(f"{at + _CRC - last}sI{ENTRY.size - _CRC - 4}s{width}s")
-            last, at = at + ENTRY.size + width, at + ENTRY.size + sum(fields[9:12])
-        form = struct.Struct(f"<{''.join(parts)}{len(tail) - last}s")
-        return cls(len(content), end.begin, width, form, _between(form.unpack(tail)))
+        tail, width = content[end.begin :], len(folder + slash)
+        folders = array("Q", [member.entry - end.begin + ENTRY.size for member in directory.members])
+        mask = bytearray(b"\xff" * len(tail))
+        for at in folders:
+            mask[at : at + width] = bytes(width)
+            mask[at - ENTRY.size + CRC : at - ENTRY.size + CRC + 4] = bytes(4)
+        bits = int.from_bytes(mask, "little")
+        return cls(len(content), end.begin, width, folders, bits, int.from_bytes(tail, "little") & bits)
 
-    def sums(self, other: Content) -> tuple[str, array[int]] | None:
-        """Return the folder of another archive, and its checksums in the order of its directory; None if its members
-        differ in anything else."""
+    def folder(self, other: Content) -> str | None:
+        """Return the folder of another archive, with its slash; None if its members differ in anything except this and
+        their checksums."""
         if len(other) != self.size:
             return None
-        found = self.form.unpack(other[self.begin :])
-        folders = {*found[3::4]}
-        folder = folders.pop()
-        if folders or not folder.isascii() or _between(found) != self.rest:
-            return None
-        return folder.decode(), array("I", found[1::4])
-
-
-def _between(fields: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Return what is between the checksums and folders."""
-    return fields[::4] + fields[2::4]
+        tail = other[self.begin :]
+        found = {tail[at : at + self.width] for at in self.folders}
+        folder = found.pop()
+        is_one = not found and folder.isascii() and int.from_bytes(tail, "little") & self.mask == self.rest
+        return folder.decode() if is_one else None
 
 
 class EndRecord(NamedTuple):

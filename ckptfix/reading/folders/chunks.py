@@ -85,6 +85,20 @@ def note_differing(damage: list[Fact], fact: Fact) -> None:
     damage.append(fact)
 
 
+class SoughtParts(SoughtBytes):
+    """The row-major bytes of a tensor of ``shape``, whose parts ``find`` looks up.
+
+    With a function for each of ten thousand tensors, a check of 64 ranks takes 3 MB more."""
+
+    __slots__ = ("_find", "_itemsize", "_shape", "nbytes")
+
+    def __init__(self, spec: TensorSpec, find: _FindParts) -> None:
+        self.nbytes, self._shape, self._itemsize, self._find = spec.nbytes, spec.shape, spec.itemsize, find
+
+    def seek(self) -> ByteSource:
+        return bytes_of_boxes(self._shape, self._itemsize, [*self._find()])
+
+
 class SoughtStorages(Collection[Storage]):
     """The storages of a tensor's parts, looked up whenever they are asked for."""
 
@@ -111,8 +125,8 @@ def sought_parts(name: str, dtype: str, shape: tuple[int, ...], find: _FindParts
 
     A folder may have a million of them, of which each takes 400 bytes of memory."""
     spec = TensorSpec(dtype, shape, contiguous_strides(shape))
-    source = SoughtBytes(spec.nbytes, lambda: bytes_of_boxes(shape, spec.itemsize, [*find()]))
-    return checked(replace(spec, storage=Storage(name, source, parts=SoughtStorages(find))), path)
+    storage = Storage(name, SoughtParts(spec, find), parts=SoughtStorages(find))
+    return checked(replace(spec, storage=storage), path)
 
 
 class ComparedBytes:

@@ -43,6 +43,7 @@ _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 _SHARDED = ("ShardedTensor", "DTensor")
 _MOST_RANKS = 1 << 20
 _LEAST_SHARE = 0.2
+_PARTS = 100  # objects in the description of a tensor's layout, which has a dozen
 
 # The files of Megatron (`torch_dist`) and Lightning with the rest of a checkpoint, beside the chunks.
 TORCH_DIST = "common.pt"
@@ -151,9 +152,12 @@ def is_zero_state(mapping: Mapping[Any, Any]) -> bool:
     return any(name in mapping for name in SLICES) or ("zero_stage" in mapping and "partition_count" in mapping)
 
 
-def local_part(cls: Any, size: Any, state: Any) -> Any:
+def local_part(cls: Any, size: Any, state: Any, specs: dict[Any, Opaque]) -> Any:
     """Return the inert value of a pickled tensor subclass without a storage of its own: its local tensor if that is the
-    whole (one process, or replicated), else an ``Opaque`` object; ``NotImplemented`` if it has no local tensor."""
+    whole (one process, or replicated), else an ``Opaque`` object; ``NotImplemented`` if it has no local tensor.
+
+    ``specs`` has the descriptions of the layouts of earlier tensors, and equal ones become one object: each takes
+    1.5 kB, and a rank may have ten thousand."""
     if not isinstance(cls, Global):
         return NotImplemented
     made = Opaque(cls, state=state)
@@ -169,7 +173,35 @@ def local_part(cls: Any, size: Any, state: Any) -> Any:
     whole = isinstance(placements, (tuple, list)) and all(
         isinstance(placement, Opaque) and "Partial" not in placement.cls.name for placement in placements
     )
-    return local if whole and local.shape == size else made
+    if whole and local.shape == size:
+        return local
+    if isinstance(spec, Opaque) and (form := _form(spec)) is not None:
+        made.state = {**made.attributes, "_spec": specs.setdefault(form, spec)}
+    return made
+
+
+def _form(spec: Opaque) -> tuple[object, ...] | None:
+    """Return a key that is equal for equal specs of DTensors on the same mesh object; None for one of too many parts.
+
+    It identifies objects by their ids, so they have to live as long as the key."""
+    form: list[object] = []
+    pending: list[Any] = [spec]
+    while pending:
+        part = pending.pop()
+        kind = type(part)
+        if kind is Opaque and part.cls.name != "DeviceMesh" and not part.items and not part.pairs:
+            form += (part.cls, len(part.kwargs))
+            pending += (part.args, part.kwargs or None, part.state)
+        elif kind is int or kind is str or kind is bool or part is None:
+            form += (kind, part)
+        elif kind is not tuple and kind is not dict and kind is not list:
+            form += (object, id(part))
+        elif len(part) > _PARTS or len(form) > _PARTS:
+            return None
+        else:
+            form += (kind, len(part), *(part if kind is dict else ()))
+            pending += part.values() if kind is dict else part
+    return tuple(form)
 
 
 def is_sharded(value: Any) -> bool:

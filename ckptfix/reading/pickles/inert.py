@@ -100,6 +100,8 @@ def _globals_in(args: tuple[Any, ...]) -> Iterator[Global]:
     """Yield the globals among the arguments of a call, also in lists or wrapped by ``functools.partial``."""
     for arg in args:
         for value in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if not isinstance(value, (Global, Opaque)):
+                continue
             for _ in range(_WRAPPED):
                 if not isinstance(value, Opaque) or (held := wrapped_call(value)) is None:
                     break
@@ -135,6 +137,7 @@ class InertTable(Struct):
     scales: dict[str, None] = field(default_factory=dict)
     derived: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
+    _specs: dict[Any, Opaque] = field(default_factory=dict)
     _known: dict[Global, tuple[Callable[..., Any] | None, str, str]] = field(default_factory=dict)
     stored_bytes: int = 0
     _logical_bytes: int = 0
@@ -250,7 +253,7 @@ class InertTable(Struct):
         elif isinstance(cls, Global) and cls.name in ("Tensor", "Parameter"):
             self._note_attributes(state)
         if function.name == "_rebuild_wrapper_subclass" and len(args) > 2:
-            return local_part(cls, args[2], state)
+            return local_part(cls, args[2], state, self._specs)
         made = self.call(function, args)
         self._note_scales(made, state)
         return made

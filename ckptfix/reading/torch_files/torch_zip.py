@@ -83,7 +83,9 @@ def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> b
         raise hostile(archive.path, f"member {name} declares {source.nbytes} bytes")
     if isinstance(source, PackedBytes):
         archive.bounds.spend(2 * source.nbytes)  # it may be far larger than the archive, and is in memory twice
-    return bytes(source.read(0, source.nbytes))
+    found = source.read(0, source.nbytes)
+    whole = found.obj
+    return whole if isinstance(whole, bytes) and len(whole) == found.nbytes else bytes(found)  # a copy only if needed
 
 
 class Reading(Struct, dict=True):

@@ -164,7 +164,7 @@ def dtensor_state(*placements: str, local: Any = LOCAL) -> Any:
 
 @pytest.mark.parametrize("placements", [("Replicate",), ("Shard",), ("Shard", "Replicate")], ids="-".join)
 def test_a_local_tensor_of_the_whole_shape_is_the_tensor(placements: tuple[str, ...]) -> None:
-    assert local_part(Global("torch.distributed.tensor", "DTensor"), (2, 3), dtensor_state(*placements)) is LOCAL
+    assert local_part(Global("torch.distributed.tensor", "DTensor"), (2, 3), dtensor_state(*placements), {}) is LOCAL
 
 
 @pytest.mark.parametrize(
@@ -177,14 +177,48 @@ def test_a_local_tensor_of_the_whole_shape_is_the_tensor(placements: tuple[str, 
 )
 def test_any_other_stays_closed(size: tuple[int, ...], placement: str) -> None:
     cls = Global("torch.distributed.tensor", "DTensor")
-    made = local_part(cls, size, dtensor_state(placement))
+    made = local_part(cls, size, dtensor_state(placement), {})
     assert isinstance(made, Opaque)
     assert made.cls is cls
 
 
+SIZE = Global("torch", "Size")
+SPEC = Global("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
+SHARD = Global("torch.distributed.tensor.placement_types", "Shard")
+MESH = Opaque(Global("torch.distributed.device_mesh", "DeviceMesh"), state={"_coordinate_on_dim": [0]})
+
+
+def layout(mesh: Opaque = MESH, dim: Any = 0, shape: tuple[int, ...] = (4, 3), **more: Any) -> Opaque:
+    size = Opaque(SIZE, (shape,))
+    placements = (Opaque(SHARD, state={"dim": dim}),)
+    state = {"mesh": mesh, "placements": placements, "tensor_meta": [size], **more}
+    return Opaque(SPEC, state=state)
+
+
+LAYOUTS = {
+    "mesh": layout(mesh=Opaque(MESH.cls, state=MESH.state)),
+    "dimension": layout(dim=1),
+    "type": layout(dim=False),
+    "shape": layout(shape=(4, 3, 1)),
+    "attribute": layout(split_factor=2),
+    "many parts": layout(shard_order=(0,) * 200),
+}
+
+
+def test_tensors_with_one_layout_share_its_description() -> None:
+    """Ten thousand descriptions would take 15 MB."""
+    known: dict[Any, Opaque] = {}
+    cls, first = Global("torch.distributed.tensor", "DTensor"), layout()
+    made = [local_part(cls, None, (None, {"_local_tensor": LOCAL, "_spec": spec}), known) for spec in (first, layout())]
+    assert [tensor.attributes["_spec"] is first for tensor in made] == [True, True]
+    for what, spec in LAYOUTS.items():
+        other = local_part(cls, None, (None, {"_local_tensor": LOCAL, "_spec": spec}), known)
+        assert other.attributes["_spec"] is spec, what
+
+
 @pytest.mark.parametrize("state", [None, {}, (None, {"_local_tensor": 3}), OrderedDict(a=1)], ids=str)
 def test_no_local_tensor(state: Any) -> None:
-    assert local_part(Global("torch.distributed.tensor", "DTensor"), (2, 3), state) is NotImplemented
+    assert local_part(Global("torch.distributed.tensor", "DTensor"), (2, 3), state, {}) is NotImplemented
 
 
 def sharded_state(*shapes: tuple[int, ...]) -> Any:
@@ -196,10 +230,10 @@ def sharded_state(*shapes: tuple[int, ...]) -> Any:
 
 def test_the_only_shard_of_a_sharded_tensor_is_the_tensor() -> None:
     state = sharded_state((2, 3))
-    assert local_part(sharded().cls, (2, 3), state) is state[0][0].attributes["tensor"]
+    assert local_part(sharded().cls, (2, 3), state, {}) is state[0][0].attributes["tensor"]
 
 
 @pytest.mark.parametrize("shapes", [((1, 3),), ((1, 3), (1, 3)), ((2, 3), (0, 3)), ()], ids=str)
 def test_a_sharded_tensor_of_several_ranks_stays_closed(shapes: tuple[tuple[int, ...], ...]) -> None:
-    made = local_part(sharded().cls, (2, 3), sharded_state(*shapes))
+    made = local_part(sharded().cls, (2, 3), sharded_state(*shapes), {})
     assert rank_shard({"_flat_param": made}, {}) is not None
