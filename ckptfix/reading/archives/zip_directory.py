@@ -194,7 +194,7 @@ class ChecksumPlaces(Struct, frozen=True):
     width: int  # bytes of the folder's name, with its slash
     folders: array[int]  # the places of the folder's name
     mask: int  # ones for all bits except those of checksums and folders
-    rest: int  # these bits; one number compares in a tenth of the time and a third of the memory of ten thousand pieces
+    rest: int  # these bits, as one number instead of ten thousand pieces
 
     @classmethod
     def of(cls, content: Content) -> ChecksumPlaces | None:
