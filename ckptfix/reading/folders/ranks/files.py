@@ -33,7 +33,7 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Arithm
 COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter", "num_updates"))
 
 LISTED = 4  # files of missing ranks that are named
-_MOST_ABSENT = 1024  # missing ranks whose parts of each weight are listed
+MOST_ABSENT = 1024  # missing ranks whose parts of each weight are listed
 _MOST_UNREADABLE = 256  # files that are opened until the first one that can be read
 _FACTS = 4096
 _LARGE = 1e15  # numbers that are longer than those of steps and ranks
@@ -268,7 +268,7 @@ class RankFiles:
 
     def check_absent(self, absent: int) -> None:
         """Raise ``UnreadableError`` if too many ranks or stages are missing to list the parts of every weight."""
-        if absent > _MOST_ABSENT:
+        if absent > MOST_ABSENT:
             raise damaged(self.folder, clauses(self.damage))
 
     def of_another_save(self, of_rank: Mapping[_Rank, object], names: Mapping[_Rank, str], what: str) -> list[_Rank]:

@@ -133,21 +133,29 @@ def _placed(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> 
 
 
 def emptied(state: Mapping[_Key, Any], path: str) -> dict[_Key, Any]:
-    """Return the state_dict of a missing rank: that of another rank, with its bytes marked as lost."""
-    return {
-        key: gone(str(key), value, path) if isinstance(value, TensorSpec) else value for key, value in state.items()
-    }
+    """Return the state_dict of a missing rank: that of another rank, with its bytes marked as lost. Tensors that are
+    tied stay tied."""
+    made: dict[object, TensorSpec] = {}
+    for key, value in state.items():
+        if isinstance(value, TensorSpec) and value.view not in made:
+            made[value.view] = gone(str(key), value, path)
+    return {key: made[value.view] if isinstance(value, TensorSpec) else value for key, value in state.items()}
 
 
-def _lost_bytes(parts: Sequence[TensorSpec], split: Split) -> int:
-    """Return the size of the parts of which no rank has an intact copy."""
+def lost_bytes(parts: Sequence[TensorSpec], split: Split | None, are_lost: Sequence[bool]) -> int:
+    """Return the size of the parts of a tensor of which only these ranks have a copy; without a rule, every part is
+    one of its own."""
+    if split is None:
+        return sum(part.nbytes for part, is_lost in zip(parts, are_lost, strict=True) if is_lost)
     if split.places:
-        placed = [(whole, part) for part, places in zip(parts, split.places, strict=True) for whole, _ in places]
-        lost = {whole for whole, _ in placed} - {whole for whole, part in placed if not is_torn(part)}
+        placed = [
+            (whole, is_lost) for is_lost, places in zip(are_lost, split.places, strict=True) for whole, _ in places
+        ]
+        lost = {whole for whole, _ in placed} - {whole for whole, is_lost in placed if not is_lost}
         return sum(map(numel, lost)) * parts[0].itemsize
     holders = len(parts) if split.axis is None else split.holders
-    groups = (parts[first : first + holders] for first in range(0, len(parts), holders))
-    return sum(same[0].nbytes for same in groups if all(map(is_torn, same)))
+    groups = range(0, len(parts), holders)
+    return sum(parts[first].nbytes for first in groups if all(are_lost[first : first + holders]))
 
 
 def _stretch(shape: tuple[int, ...], axis: int, start: int, length: int) -> Box:
@@ -194,12 +202,12 @@ class Joining(Struct):
             split = split_of(key, parts)
             if split is None and any(map(is_torn, parts)):
                 made[views] = gone(key, parts[0], self.path)
-                self.lacking[key] = sum(part.nbytes for part in parts if is_torn(part))
+                self.lacking[key] = lost_bytes(parts, None, [*map(is_torn, parts)])
                 yield key, made[views]
                 continue
             made[views] = joined(key, parts, split or WHOLE, self.path)
             if is_torn(made[views]):
-                self.lacking[key] = _lost_bytes(parts, split or WHOLE)
+                self.lacking[key] = lost_bytes(parts, split or WHOLE, [*map(is_torn, parts)])
             holders = split.holders if split is not None else 1
             same = [parts[first : first + holders] for first in range(0, len(parts), holders) if holders > 1]
             if not all(agree(copies, self.path) for copies in same):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.listing import list_folder
-from ckptfix.bytes.sources import is_torn
+from ckptfix.bytes.sources import Content, is_torn
 from ckptfix.core.facts import Fact, Kind, clauses, in_copy
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
@@ -33,6 +33,7 @@ from ckptfix.errors import CkptfixError, UnreadableError, damaged
 from ckptfix.reading.folders.chunks import Flat, Spread
 from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import (
+    MOST_ABSENT,
     MOST_RANKS,
     RankFiles,
     are_varied,
@@ -49,14 +50,16 @@ from ckptfix.reading.folders.ranks.zero_masters import (
     STACK,
     Masters,
     Merging,
+    completed,
     elements_of,
     is_flat,
     joined_masters,
     lost,
     restacked,
 )
-from ckptfix.reading.folders.ranks.zero_numbered import merged_optimizer
+from ckptfix.reading.folders.ranks.zero_numbered import EXPERT_KEY, merged_optimizer
 from ckptfix.reading.folders.ranks.zero_splits import check_degree, kinds_of_splits, splits_of_ranks
+from ckptfix.reading.formats import read_document
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -83,10 +86,10 @@ def folder_of(file: Path) -> Path | None:
     """Return the folder of a rank's file if files of other ranks are beside it; None otherwise.
 
     Model states without a data-parallel rank in their name are a complete checkpoint if there are no others and no
-    experts."""
+    experts, and if they do not say that there should be."""
     if match := ZERO_OPTIM.fullmatch(file.name) or ZERO_MODEL.fullmatch(file.name):
         others = by_rank(file.parent, ZERO_MODEL if match[1] is None else ZERO_OPTIM)
-        is_one = len(others) > 1 or bool(by_rank(file.parent, ZERO_EXPERT))
+        is_one = len(others) > 1 or bool(by_rank(file.parent, ZERO_EXPERT)) or (match[1] is None and _is_part(file))
     else:
         is_one = any(names.fullmatch(file.name) for names in (ZERO_EXPERT, ZERO_EXPERT_OPTIM))
     return file.parent if is_one else None
@@ -112,12 +115,25 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _has_states(folder: Path) -> bool:
-    models = 0
+    models = []
     for name in list_folder(folder).names:
         if ZERO_OPTIM.fullmatch(name) or ZERO_EXPERT.fullmatch(name):
             return True
-        models += ZERO_MODEL.fullmatch(name) is not None
-    return models > 1
+        models += [name] * (ZERO_MODEL.fullmatch(name) is not None)
+    return len(models) > 1 or any(_is_part(folder / name) for name in models)
+
+
+def _is_part(file: Path) -> bool:
+    """Return whether model states say that other files have the rest of the weights: those of other tensor-parallel
+    ranks, or of experts."""
+    with suppress(CkptfixError):  # opening the file reports the error
+        root = read_document(Content.of_file(str(file))).root
+        if isinstance(root, dict) and isinstance(module := root.get("module"), dict):
+            degree, counts = root.get("mp_world_size"), root.get("num_experts")
+            has_experts = any(EXPERT_KEY.fullmatch(str(key)) or STACK.fullmatch(str(key)) for key in module)
+            is_of_experts = isinstance(counts, list) and any(type(count) is int and count > 0 for count in counts)
+            return (type(degree) is int and degree > 1) or (is_of_experts and not has_experts)
+    return False
 
 
 def find(folder: Path) -> Path | None:
@@ -128,9 +144,12 @@ def find(folder: Path) -> Path | None:
 def document(files: RankFiles) -> Document:
     """Return the merged document: the container of the first model states with whole weights."""
     path, optim, models = str(files.folder), by_rank(files.folder, ZERO_OPTIM), by_rank(files.folder, ZERO_MODEL)
-    tensor = sorted({numbers[-1] for numbers in (*optim, *models, *by_rank(files.folder, ZERO_EXPERT))})
-    present = {rank: {data: file for (data, model), file in models.items() if model == rank} for rank in tensor}
-    states = [_states_of_ranks(files, present[rank]) for rank in tensor]
+    named = sorted({numbers[-1] for numbers in (*optim, *models, *by_rank(files.folder, ZERO_EXPERT))})
+    present = {rank: {data: file for (data, model), file in models.items() if model == rank} for rank in named}
+    held = {rank: own for rank, files_of in present.items() if (own := _states_of_ranks(files, files_of))}
+    tensor, degree = _tensor_ranks(files, named, held)
+    present = {rank: present.get(rank, {}) for rank in tensor}
+    states = [held.get(rank, {}) for rank in tensor]
     are_spread = any(file.name.startswith(_SPREAD) for file in models.values())
     unknown = [rank for rank, found in zip(tensor, states, strict=True) if not found]
     lacking = [_name_of_states(files, rank, are_spread) for rank in unknown]
@@ -150,22 +169,13 @@ def document(files: RankFiles) -> Document:
     else:
         what = f"{clauses(files.damage)}; no other file has the names and shapes of the weights"
         raise UnreadableError(f"{path}: {what}; fetch {first_names(lacking)}")
-    facts = {
-        rank: (root.get("mp_world_size"), root.get("global_steps")) for rank, root in zip(tensor, roots, strict=True)
-    }
-    labels = {rank: f"*mp_rank_{rank:02d}_model_states.pt" for rank in tensor}
-    if files.of_another_save(facts, labels, "number of tensor-parallel ranks or step"):
-        raise UnreadableError(f"{path}: all of its tensor-parallel ranks are needed; fetch those of one save")
-    degree = roots[0].get("mp_world_size")
-    if tensor != list(range(degree if type(degree) is int and 0 < degree <= MOST_RANKS else len(tensor))):
-        raise UnreadableError(f"{path}: has files of {len(tensor)} of {degree} tensor-parallel ranks; fetch the others")
     kinds = [kinds_of_splits(root) for root, found in zip(roots, states, strict=True) if found]
     if any(kind != kinds[0] for kind in kinds):
         raise UnreadableError(
             f"{path}: its tensor-parallel ranks do not say the same about how they divide weights; they are damaged or"
             " from different saves"
         )
-    if type(degree) is not int and len(tensor) > 1:
+    if degree is None and len(tensor) > 1:
         check_degree(path, roots[0]["module"], len(tensor))
     plain = _trained(roots[0])
     experts = take_experts(files, roots, are_spread)
@@ -174,7 +184,8 @@ def document(files: RankFiles) -> Document:
         listed = root["shared_params"] if "shared_params" in root else _copied(root["module"])
         listed = _tied(root) if found and _first(found) else listed
         root["shared_params"] = {**_routers(root, path), **(listed or {})}
-    joining, split_of = Joining(path), splits_of_ranks(roots[0], megatron.RULES, roots[0]["module"])
+    known = next((root for root, found in zip(roots, states, strict=True) if found), roots[0])
+    joining, split_of = Joining(path), splits_of_ranks(known, megatron.RULES, known["module"])
     neox, modules = Neox(files.folder), [root["module"] for root in roots]
     has_masters = bool(optim) and not neox.is_summed(modules)
     complete = complete_copy(files.folder, roots) if has_masters and not experts.absent else None
@@ -188,7 +199,8 @@ def document(files: RankFiles) -> Document:
     frozen: Mapping[str, Any] = {}
     if masters is not None and masters.stage == 3:
         pairs = zip(roots, states, strict=True)
-        parts = [frozen_parameters(root, found, masters.world, files) for root, found in pairs]
+        shares = [frozen_parameters(root, found, masters.world, files) if found else None for root, found in pairs]
+        parts = completed(files, "", shares, split_of)
         for rank, root, found in zip(tensor, roots, states, strict=True):
             if root.get("frozen_param_shapes") or 0 not in present[rank]:
                 pattern = f"{_SPREAD}_{{}}_mp_rank_{rank:02d}_model_states.pt"
@@ -201,8 +213,9 @@ def document(files: RankFiles) -> Document:
     root = {**roots[0], "module": whole}
     trained = masters.tensors if masters else {}
     weights = whole_module(root, trained, frozen, path)
-    kept = {name: nbytes for name, nbytes in joining.lacking.items() if name not in {**trained, **frozen}}
-    files.lacking.update({name: n for name, n in kept.items() if name in weights and is_torn(weights[name])})
+    whole_elsewhere = {id(spec) for spec in (*trained.values(), *frozen.values())}  # and counted there
+    kept = {name: spec for name, spec in weights.items() if name in joining.lacking and id(spec) not in whole_elsewhere}
+    files.lacking.update({name: joining.lacking[name] for name, spec in kept.items() if is_torn(spec)})
     if flat := tuple(name for name in weights if masters is not None and name in masters.unshaped):
         files.remarks[Fact.of(Kind.FLATTENED, keys=flat)] = None
         files.remarks[Fact.of(Kind.RANK_LEFT_OUT, "optimizer", why="its moments are flat")] = None
@@ -210,7 +223,8 @@ def document(files: RankFiles) -> Document:
         optimizer = masters and masters.optimizer if not flat else None
     else:
         optimizer = merged_optimizer(files, roots, plain, joining, split_of)
-    merged = container(files, root, weights, optimizer, bool(optim or root.get("optimizer")))
+    why = "the states of some ranks are missing" if files.damage and not optim else ""
+    merged = container(files, root, weights, optimizer, bool(optim or root.get("optimizer")), why)
     if "args" in merged:
         merged["args"] = megatron.whole_arguments(merged["args"])
     files.remarks.pop(Fact(Kind.ATTRIBUTE_OF_TENSOR, _NUMBER_OF_PARAMETER), None)
@@ -221,6 +235,29 @@ def document(files: RankFiles) -> Document:
     ranks = f", {counted(masters.world, 'rank')}" if masters else ""
     producer = made_by + ranks + (f", TP {len(tensor)}" if len(tensor) > 1 else "")
     return files.document(NAME, merged, producer, copies_of(masters, root["module"], path) if masters else {})
+
+
+def _tensor_ranks(
+    files: RankFiles, found: Sequence[int], states: Mapping[int, Mapping[int, Any]]
+) -> tuple[list[int], int | None]:
+    """Return all tensor-parallel ranks, those without any file too, and their number in the model states, if it is
+    there.
+
+    Raises ``UnreadableError`` if the model states differ in it, or if there are other ranks than these."""
+    roots = {rank: own[_first(own)] for rank, own in states.items()}
+    facts = {rank: (root.get("mp_world_size"), root.get("global_steps")) for rank, root in roots.items()}
+    labels = {rank: f"*mp_rank_{rank:02d}_model_states.pt" for rank in roots}
+    if files.of_another_save(facts, labels, "number of tensor-parallel ranks or step"):
+        raise UnreadableError(f"{files.folder}: all of its tensor-parallel ranks are needed; fetch those of one save")
+    degree = next((said for said, _ in facts.values()), None)
+    degree = degree if type(degree) is int and 0 < degree <= MOST_RANKS else None
+    every = sorted({*found, *range(min(degree or 0, len(found) + MOST_ABSENT))})
+    if every != list(range(degree or len(every))):
+        raise UnreadableError(
+            f"{files.folder}: has files of {len(found)} of {degree or every[-1] + 1} tensor-parallel ranks; fetch the"
+            " others"
+        )
+    return every, degree
 
 
 def complete_copy(folder: Path, roots: Sequence[Any]) -> Fact | None:

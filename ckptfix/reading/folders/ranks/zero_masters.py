@@ -38,7 +38,7 @@ from ckptfix.reading.folders.ranks.files import (
     by_rank,
 )
 from ckptfix.reading.folders.ranks.names import ZERO_MODEL, ZERO_OPTIM
-from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, joined
+from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, emptied, joined, lost_bytes
 from ckptfix.reading.folders.ranks.zero_numbered import EXPERT_KEY
 from ckptfix.reading.pickles.claims import sizes
 
@@ -118,24 +118,51 @@ def joined_masters(
     files: RankFiles, models: Sequence[int], roots: Sequence[Any], joining: Joining, split_of: SplitOf
 ) -> Masters:
     """Merge the data-parallel ranks of each of these tensor-parallel ranks, and join the results."""
-    parts = [Merging(files, model).masters(root) for model, root in zip(models, roots, strict=True)]
-    optimizers = [part.optimizer for part in parts]
-    if len(parts) == 1:
+    merged: list[Masters | None] = []
+    unread: list[Merging] = []
+    for model, root in zip(models, roots, strict=True):
+        merging = Merging(files, model, len(models))
+        unread += [] if merging.states else [merging]
+        merged.append(merging.masters(root) if merging.states else None)
+    parts = [part for part in merged if part is not None]
+    if not parts:
+        raise unread[0].unreadable()
+    if len(merged) == 1:
         return parts[0]
-    optimizer, states = optimizers[0], [part["state"] for part in optimizers if part is not None]
-    if optimizer is not None and len(states) == len(parts):
-        fields = dict.fromkeys(field for state in states for moments in state.values() for field in moments)
-        moments_of: dict[str, dict[str, Any]] = {name: {} for name in states[0]}
-        for field in fields:
-            held = [{name: moments[field] for name, moments in state.items() if field in moments} for state in states]
-            for name, moment in joining.join(held, split_of):
+    for merging in unread:
+        merging.note_absent(parts[0].world)
+    optimizer = parts[0].optimizer
+    if optimizer is not None and all(part.optimizer is not None for part in parts):
+        states = [part.optimizer["state"] if part is not None and part.optimizer else None for part in merged]
+        moments_of: dict[str, dict[str, Any]] = {name: {} for name in optimizer["state"]}
+        every = [moments for state in states if state is not None for moments in state.values()]
+        for field in dict.fromkeys(field for moments in every for field in moments):
+            held = [
+                None if state is None else {name: own[field] for name, own in state.items() if field in own}
+                for state in states
+            ]
+            for name, moment in joining.join(completed(files, f"{field} of ", held, split_of), split_of):
                 moments_of[name][field] = moment
         optimizer = {**optimizer, "state": moments_of}
     else:
         optimizer = None
-    return replace(
-        parts[0], tensors=dict(joining.join([part.tensors for part in parts], split_of)), optimizer=optimizer
-    )
+    tensors = completed(files, "", [None if part is None else part.tensors for part in merged], split_of)
+    return replace(parts[0], tensors=dict(joining.join(tensors, split_of)), optimizer=optimizer)
+
+
+def completed(
+    files: RankFiles, prefix: str, states: Sequence[Mapping[str, Any] | None], split_of: SplitOf
+) -> list[Mapping[str, Any]]:
+    """Return the tensors of tensor-parallel ranks. Those of a rank without any (None) are those of another one, with
+    their bytes marked as lost, which are noted under the names with ``prefix``."""
+    known = next((state for state in states if state is not None), {})
+    made = [emptied(known, str(files.folder)) if state is None else state for state in states]
+    are_lost = [state is None for state in states]
+    for name in known if any(are_lost) else ():
+        parts = [part for state in made if isinstance(part := state.get(name), TensorSpec)]
+        if len(parts) == len(made):
+            files.lacking[f"{prefix}{name}"] += lost_bytes(parts, split_of(name, parts), are_lost)
+    return made
 
 
 class _FlatRun(Struct, frozen=True):
@@ -172,7 +199,7 @@ def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_FlatRun]
 class Merging:
     """A merge of the optimizer states of ranks that share their parameters."""
 
-    def __init__(self, files: RankFiles, model_rank: int) -> None:
+    def __init__(self, files: RankFiles, model_rank: int, model_ranks: int = 1) -> None:
         self.files, self.path = files, str(files.folder)
         every = by_rank(files.folder, ZERO_OPTIM)
         found = {data: file for (data, model), file in every.items() if model == model_rank}
@@ -180,10 +207,7 @@ class Merging:
         before = next((file.name.partition("zero_pp_rank")[0] for file in every.values()), "")
         self._name = f"{before}zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
         models = (model for _, model in (*every, *by_rank(files.folder, ZERO_MODEL)))
-        self._groups = 1 + max(models, default=0)
-        if not states:
-            causes = clauses(self.files.damage) if found else f"has no {self._name.format('*')}"
-            raise damaged(self.path, f"{causes}; no rank can be read")
+        self._groups = max(model_ranks, 1 + max(models, default=0))
         steps = {rank: made.steps for rank, made in states.items()}
         known = next((own for own in steps.values() if own is not None), None)
         saves = {rank: (*made.save, known if steps[rank] is None else steps[rank]) for rank, made in states.items()}
@@ -191,7 +215,24 @@ class Merging:
         odd = files.of_another_save(saves, names, "stage, number of ranks, dtype or step")
         self.states = {rank: made for rank, made in states.items() if rank not in odd}
         self.present = {rank: found[rank] for rank in self.states}
-        self.first = self.states[min(self.states)]
+        self._is_absent = not found
+
+    @property
+    def first(self) -> _States:
+        """The states of the first rank. Raises ``UnreadableError`` if no rank can be read."""
+        if not self.states:
+            raise self.unreadable()
+        return self.states[min(self.states)]
+
+    def unreadable(self) -> UnreadableError:
+        """Return the error that no rank can be read."""
+        causes = f"has no {self._name.format('*')}" if self._is_absent else clauses(self.files.damage)
+        return damaged(self.path, f"{causes}; no rank can be read")
+
+    def note_absent(self, world: int) -> None:
+        """Record as damage that all of the ranks are missing, ``world`` in number; unreadable ones are known."""
+        if self._is_absent:
+            self.files.note_missing(world, {}, self._name, self._groups)
 
     def masters(self, root: Any) -> Masters:
         """Return the merged data of the ranks; ``root`` are the model states, which have the names and shapes."""

@@ -56,7 +56,7 @@ def merged_optimizer(
         own = {rank: file for (other, rank), file in saved.items() if other == model}
         if len(own) % count:  # more are copies, for another layer with experts over more ranks
             files.note_missing(count, own, f"expp_rank_{{}}_mp_rank_{model:02d}_optim_states.pt")
-    if any(fact.kind is not Kind.EXPERTS_LACKING for fact in files.damage):
+    if any(fact.kind is not Kind.EXPERTS_LACKING or not saved for fact in files.damage):
         return None
     names = {place: saved[place].name if saved else f"mp_rank_{place[0]:02d}_model_states.pt" for place in found}
     if files.of_another_save({place: made.save for place, made in found.items()}, names, "groups or step"):

@@ -399,7 +399,8 @@ def test_missing_ranks_are_counted_among_all_tensor_parallel_ranks(tmp_path: Pat
         ckptfix.open_checkpoint(folder)
     assert str(caught.value).count("lacks 1 rank of 4: bf16_zero_pp_rank_") == 2
     (folder / TAG / "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
-    with pytest.raises(UnreadableError, match=r"has no bf16_zero_pp_rank_\*_mp_rank_01_optim_states\.pt"):
+    lacks = r"lacks 1 rank of 4: \S+_rank_1_mp_rank_00_\S+; lacks 2 ranks of 4: \S+_0_mp_rank_01_\S+ \S+_1_mp_rank_01_"
+    with pytest.raises(UnreadableError, match=lacks):
         ckptfix.open_checkpoint(folder)
 
 
@@ -725,14 +726,6 @@ def test_a_rank_that_lacks_a_part_is_named(tmp_path: Path, stage: int) -> None:
     if stage == 2:
         got = ckptfix.open_checkpoint(tmp_path, salvage=True)
         assert (set(got.lost), got.keys()) == ({"a"}, ["b"])
-
-
-def test_a_missing_tensor_parallel_rank_is_named(tmp_path: Path) -> None:
-    folder, _ = unpacked("tp2_zero2_w4_bf16", tmp_path)
-    for file in (folder / TAG).glob("*mp_rank_01*"):
-        file.unlink()
-    with pytest.raises(UnreadableError, match="files of 1 of 2 tensor-parallel ranks"):
-        ckptfix.open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", ".*.*.*.*x", "a" * 600])

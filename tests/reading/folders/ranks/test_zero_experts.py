@@ -64,6 +64,23 @@ def test_experts_of_a_layer_without_any_file_have_no_names(tmp_path: Path) -> No
     assert {*got.keys()} - {"cnt"} == {key for key in truth if "/" not in key and "two.deepspeed_moe.exp" not in key}
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_model_states_say_that_there_are_experts(tmp_path: Path, is_named: bool) -> None:
+    folder, truth = unpacked("moe_zero0_w2_ep2", tmp_path)
+    for file in [*folder.glob("*/layer_*"), *folder.glob("*/expp_*")]:
+        file.unlink()
+    (states,) = folder.glob("*/*.pt")
+    opened = states if is_named else folder
+    said = "files of 12 of 12 experts: layer_0_expert_0_mp_rank_00_model_states.pt, .* and 8 more; .*unknown names .* "
+    with pytest.raises(UnreadableError, match=f"{said}experts of layer 0; experts of layer 1: fetch the missing files"):
+        ckptfix.open_checkpoint(opened)
+    got = ckptfix.open_checkpoint(opened, salvage=True)
+    assert {*got.keys()} - {"cnt"} == {key for key in truth if "/" not in key and ".deepspeed_experts." not in key}
+    assert all(bytes_of(value) == bytes_of(truth[key]) for key, value in got.state_dict().items() if key in truth)
+    root: Any = got.root
+    assert "optimizer" not in root  # it has the moments of some experts only
+
+
 @pytest.mark.parametrize("name", ["moe_w4_ep2", "moe_zero1_w4_ep2", "autoep_w4_ep2"])
 @pytest.mark.parametrize("lost", ["layer_1_expert_2_*", "layer_*"])
 def test_an_expert_with_masters_is_only_noted(tmp_path: Path, name: str, lost: str) -> None:

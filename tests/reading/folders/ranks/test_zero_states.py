@@ -108,6 +108,93 @@ def test_a_tensor_parallel_rank_without_model_states_has_its_masters(tmp_path: P
     assert {*root["optimizer"]["state"]} == {key for key in weights if f"{key}/exp_avg" in truth}
 
 
+_SPLIT = {"word_embeddings.weight", "dense_h_to_4h.weight", "dense_h_to_4h.bias", "dense_4h_to_h.weight"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_lost_tensor_parallel_rank_without_zero_costs_what_was_split(
+    tmp_path: Path, rank: int, is_named: bool
+) -> None:
+    folder, truth = unpacked("autotp_zero0_w2", tmp_path)
+    file = _hide(folder, f"mp_rank_0{rank}_model_states.pt")
+    weights = {key: value for key, value in truth.items() if key.rpartition(".")[2] == "weight" and "/" not in key}
+    split = {key for key in weights if "_proj" in key or key == "lm_head.weight"}
+    nbytes = sum(weights[key].numel() * 4 for key in split) // 2
+    opened = file.with_name(f"mp_rank_0{1 - rank}_model_states.pt") if is_named else folder
+    said = rf"lacks the model states {file.name}; lacks {nbytes} bytes of {len(split)} tensors .* lost: fetch the mis"
+    with pytest.raises(UnreadableError, match=said) as caught:
+        ckptfix.open_checkpoint(opened)
+    assert {*caught.value.data["lost"]} == split
+    ckptfix.repair(opened, output=tmp_path / "rest.pth", salvage=True)
+    rest = torch.load(tmp_path / "rest.pth")
+    assert rest["module"].keys() == weights.keys() - split
+    assert _equal(rest["module"], weights)
+    assert "optimizer" not in rest
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_tensor_parallel_rank_costs_what_was_split(tmp_path: Path, rank: int) -> None:
+    folder, truth = unpacked("tp2_zero2_w4_bf16", tmp_path)
+    names = [file.name for file in sorted(folder.glob(f"*/*mp_rank_0{rank}*"))]
+    for name in names:
+        _hide(folder, name)
+    moments = sum(truth[key].numel() * 4 * 3 for key in _SPLIT) // 2  # and the masters
+    unknown = 3 * 4 + 2 * 8 * 2  # no rule says that inv_freq and the frozen weights are copies
+    said = (
+        f"model states {names[2]}; lacks 2 ranks of 4: {names[0]}, {names[1]}; lacks {moments + unknown} bytes of 15 "
+    )
+    with pytest.raises(UnreadableError, match=said):
+        ckptfix.open_checkpoint(folder)
+    got = ckptfix.open_checkpoint(folder, salvage=True)
+    assert {*got.lost} == _SPLIT | {"lm_head.weight", "inv_freq", "frozen.weight", "frozen.bias"}
+    assert {*got.keys()} == {"norm.weight", "norm.bias", "dense_4h_to_h.bias"}
+    assert _equal(got.state_dict(), truth)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_masters_of_a_tensor_parallel_rank_that_are_lost_leave_the_copies(tmp_path: Path, damage: str) -> None:
+    folder, truth = unpacked("tp2_zero2_w4_bf16", tmp_path)
+    whole = ckptfix.open_checkpoint(folder).state_dict()
+    for file in sorted(folder.glob("*/*mp_rank_01_optim_states.pt")):
+        if damage == "missing":
+            _hide(folder, file.name)
+        else:
+            file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UnreadableError, match=r"_mp_rank_01_optim_states.*take all weights in bfloat16"):
+        ckptfix.open_checkpoint(folder)
+    got = ckptfix.open_checkpoint(folder, salvage=True)
+    assert {*got.lost} == _SPLIT | {"lm_head.weight"}
+    assert {"norm.weight", "inv_freq", "frozen.weight"} <= {*got.keys()}
+    assert _equal(got.state_dict(), whole)
+    copy = ckptfix.open_checkpoint(next(folder.glob("*/mp_rank_00_model_states.pt"))).state_dict()
+    assert all(bytes_of(copy[key]) == bytes_of(truth[key].to(copy[key].dtype)) for key in _SPLIT)
+
+
+@pytest.mark.parametrize("degree", [3000, 1 << 30])
+def test_more_tensor_parallel_ranks_than_can_be_listed_are_refused(tmp_path: Path, degree: int) -> None:
+    states = {"module": {"w": torch.ones(2)}, "mp_world_size": degree}
+    for rank in range(2):
+        torch.save(states, tmp_path / f"mp_rank_0{rank}_model_states.pt")
+    if degree == 3000:
+        with pytest.raises(UnreadableError, match="has files of 2 of 3000 tensor-parallel ranks; fetch the others"):
+            ckptfix.open_checkpoint(tmp_path)
+    else:
+        assert ckptfix.open_checkpoint(tmp_path).keys() == ["w"]
+
+
+def test_noop_model_states_of_one_rank_are_whole(tmp_path: Path) -> None:
+    key = "moe.deepspeed_moe.experts.deepspeed_experts.0.weight"
+    facts: list[dict[str, Any]] = [{"mp_world_size": 1}, {}, {"num_experts": []}, {"num_experts": [1]}]
+    for number, more in enumerate(facts):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        file = folder / "mp_rank_00_model_states.pt"
+        torch.save({"module": {"w": torch.ones(2), key: torch.ones(2)}, "ds_version": "0.19", **more}, file)
+        for path in (folder, file):
+            assert ckptfix.open_checkpoint(path).keys() == ["w", key]
+
+
 def test_tensor_parallel_ranks_without_any_model_states_are_not_joined(tmp_path: Path) -> None:
     folder, _ = unpacked("tp2_zero2_w4_bf16", tmp_path)
     files = [_hide(folder, f"mp_rank_0{rank}_model_states.pt") for rank in (0, 1)]
