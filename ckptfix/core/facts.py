@@ -367,6 +367,19 @@ ABSENT = frozenset(
     {Kind.RANKS_LACKING, Kind.RANKS_MISSING, Kind.SHARDS_MISSING, Kind.EXPERTS_LACKING, Kind.STATES_LACKING}
 )
 
+# What such a fact says about its files: their number, or their names.
+_ABSENT_FILES = ("absent", "ranks", "names")
+
+
+def to_fetch(damage: Iterable[Fact]) -> str:
+    """Return in words what to fetch: the missing files, if any, or else the damaged file."""
+    said = [
+        next(fact.data[name] for name in _ABSENT_FILES if name in fact.data) for fact in damage if fact.kind in ABSENT
+    ]
+    count = sum(files if isinstance(files, int) else len(files) for files in said)
+    return f"the missing {'file' if count == 1 else 'files'}" if said else "the file again"
+
+
 # A tensor may differ from what was saved.
 DOUBTS = frozenset({Kind.DOUBTFUL_NAMES, Kind.DOUBTFUL_VALUES})
 

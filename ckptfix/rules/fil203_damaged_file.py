@@ -44,7 +44,7 @@ from string import ascii_letters
 from ckptfix.core.buffers import RUNNING_STATISTICS
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
-from ckptfix.core.facts import ABSENT, BESIDE, Fact, Kind, clause, clauses, fact_to_json, in_copy
+from ckptfix.core.facts import BESIDE, Fact, Kind, clause, clauses, fact_to_json, in_copy, to_fetch
 from ckptfix.core.finding import FILE, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
@@ -70,7 +70,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"data other than weights is lost: the file {'; '.join(beside)}",
-            remedies=advise("fetch the missing files; without them, training starts with a new optimizer"),
+            remedies=advise(f"fetch {to_fetch(damage)}; otherwise training starts with a new optimizer"),
         )
     fills = {key: fill for key, spec in checkpoint.lost.items() if (fill := donor_fill(key, spec, context))}
     if fills:
@@ -82,7 +82,6 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     left = {key: spec for key, spec in checkpoint.lost.items() if key not in fills}
     if left:
-        again = "the missing files" if any(fact.kind in ABSENT for fact in damage) else "the file again"
         yield rule.finding(
             # With a target, another rule reports what is missing, and may fill it.
             Level.NOTE if has_target else Level.ERROR,
@@ -90,7 +89,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=left,
             evidence={"lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in left.items()}},
             remedies=(
-                *advise(f"fetch {again}"),
+                *advise(f"fetch {to_fetch(damage)}"),
                 *(Remedy.of(in_copy(fact)) for fact in checkpoint.remarked(Kind.COMPLETE_COPY)),
                 Remedy.of("completes it from another checkpoint", salvage=True, fill=FILE),
             ),
@@ -158,7 +157,7 @@ def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Defect]:
         # With a target, another rule reports what is missing.
         level = Level.NOTE if has_target else Level.ERROR
         what = f"tensors with unknown names are lost: those of {clause(fact)}"
-        yield level, what, "fetch the missing files, or name the model to compare with", ()
+        yield level, what, f"fetch {to_fetch(checkpoint.damage)}, or name the model to compare with", ()
     for fact in remarked(Kind.DAMAGED_NOTE):
         what = f"the note {fact.place} in __metadata__ {clause(fact)}: names of tied tensors may be missing"
         cure = "write it again from the original file, or name the model to compare with"

@@ -84,7 +84,7 @@ def test_one_advice_is_given_once(tmp_path: Path) -> None:
     for file in [*old.rglob("*optim_states.pt"), *old.rglob("layer_03*")]:
         file.unlink()
     done = zoos.migrate_here(old, new, "--only", "saved/global_step1", "--salvage")
-    assert done.stdout.count("fetch the missing files") == 1
+    assert done.stdout.count("fetch the missing file") == 1
 
 
 def test_ranks_that_are_kept_keep_the_name_of_the_latest(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import ContainerPath
-from ckptfix.core.facts import ABSENT, Fact, Kind, clause, clauses, fact_to_json, in_copy
+from ckptfix.core.facts import Fact, Kind, clause, clauses, fact_to_json, in_copy, to_fetch
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
@@ -58,7 +58,7 @@ def split_entries(
     tensors = sum(isinstance(entry, TensorSpec) for entry in whole.values())
     if not (salvage and tensors):
         causes = clauses(document.damage) or "is damaged"
-        again = "the missing files" if any(fact.kind in ABSENT for fact in document.damage) else "the file again"
+        again = to_fetch(document.damage)
         if {fact.kind for fact in document.damage} == {Kind.RANKS_DIFFER}:
             again = "these files again"
         data = {

@@ -399,7 +399,7 @@ def test_what_a_missing_rank_held_is_named(tmp_path: Path, name: str, rank: int)
 def test_a_missing_rank_of_which_others_have_copies_costs_nothing(tmp_path: Path) -> None:
     folder, truth = saved(tmp_path, "hsdp_w4")
     rank_file(folder, 1).unlink()
-    with pytest.raises(UnreadableError, match=r"rank_1\.pt: fetch the missing files, or take all 16 tensors") as caught:
+    with pytest.raises(UnreadableError, match=r"rank_1\.pt: fetch the missing file, or take all 16 tensors") as caught:
         ckptfix.open_checkpoint(folder)
     assert [fact["kind"] for fact in caught.value.data["damage"]] == ["ranks-lacking"]
     got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()

@@ -280,7 +280,7 @@ def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match=f"lacks 1 rank of 3: {_optim(1)}"):
         ckptfix.open_checkpoint(folder)
     report = ckptfix.repair(folder, output=tmp_path / "part.pth", salvage=True).report
-    assert "fetch the missing files" in remedies_text(next(each for each in report.remaining if each.keys).remedies)
+    assert "fetch the missing file" in remedies_text(next(each for each in report.remaining if each.keys).remedies)
     got = torch.load(tmp_path / "part.pth")["module"]
     assert {"emb.weight", "ln.bias"} <= got.keys() < truth.keys()
     assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got)
@@ -409,7 +409,7 @@ def test_frozen_weights_of_a_missing_rank_are_counted(tmp_path: Path) -> None:
     file = folder / TAG / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     held = read_document(Content.of_file(str(file))).root["frozen_param_fragments"]
     file.unlink()
-    with pytest.raises(UnreadableError, match=r"frozen\.bias are lost: fetch the missing files") as caught:
+    with pytest.raises(UnreadableError, match=r"frozen\.bias are lost: fetch the missing file,") as caught:
         ckptfix.open_checkpoint(folder)
     _, fact = caught.value.data["damage"]
     assert (fact["data"]["keys"], fact["data"]["nbytes"]) == (
