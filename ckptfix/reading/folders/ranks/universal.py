@@ -7,6 +7,7 @@ in order, the buffers and the frozen parameters. ``latest_universal`` names the 
 Sources: ``deepspeed/checkpoint/ds_to_universal.py``, ``checkpoint/universal_checkpoint.py`` (0.14 to 0.19)."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from operator import ne
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.listing import list_folder
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
+from ckptfix.reading.folders.chunks import gone
 from ckptfix.reading.folders.ranks import megatron, zero
 from ckptfix.reading.folders.ranks.files import RankFiles, tagged
 from ckptfix.reading.folders.ranks.names import LATEST_UNIVERSAL, ZERO_MODEL
@@ -31,6 +33,7 @@ from ckptfix.reading.weights.document import Document
 NAME = "universal"
 PARAMETERS = "zero"
 MASTER = "fp32"
+_STATES, _STATES_OF_STAGE_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 GROUPS = "optimizer_state.pt"
 # Names in model states that may have a folder without being trained.
 _UNTRAINED = ("frozen_param_shapes", "shared_params", "buffer_names")
@@ -68,8 +71,16 @@ def document(files: RankFiles) -> Document:
     # ckptfix writes them under two names, because the stages of ZeRO look for different ones.
     names = filter(None, map(ZERO_MODEL.fullmatch, sorted(list_folder(files.folder).names)))
     found = {int(match[1] or 0): files.folder / match[0] for match in names if int(match[2]) == 0}
-    states = zero.model_states(files, found)
-    root = states[0]
+    states = zero.states_of_ranks(files, found)
+    if not states:
+        return _without_states(files, bool(found))
+    first = zero.first_of(states)
+    root = states[first]
+    if first:  # of stage 3, in which every rank has the names, and only rank 0 the ties
+        root = {**root, "shared_params": {**zero.tied(root), **(root.get("shared_params") or {})}}
+        files.remarks[Fact(Kind.STATES_OF, found[first].name)] = None
+        if 0 not in found:
+            files.damage.append(Fact.of(Kind.STATES_LACKING, names=(_STATES_OF_STAGE_3,)))
     shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}
     trained, moments, degree = {}, {}, root.get("mp_world_size")
     degree = degree if type(degree) is int else 1
@@ -86,7 +97,8 @@ def document(files: RankFiles) -> Document:
         raise UnreadableError(
             f"{files.folder}: the model states do not name {first_names(extra)}; put the files of one save together"
         )
-    frozen = zero.frozen_parameters(root, states, len(states), files) if len(states) > 1 else {}
+    world = max(states) + 1 if first else len(states)
+    frozen = zero.frozen_parameters(root, states, world, files) if world > 1 else {}
     weights = zero.whole_module(root, trained, frozen, str(files.folder))
     optimizer = _optimizer(files, root["param_shapes"], moments)
     has_groups = (files.folder / PARAMETERS / GROUPS).is_file()
@@ -111,6 +123,43 @@ def document(files: RankFiles) -> Document:
         name: halves[name] for name, spec in trained.items() if name in halves and halves[name].shape == spec.shape
     }  # none in stage 3, and none of tensor-parallel ranks
     return files.document(NAME, merged, f"{release}, universal", copies)
+
+
+def _without_states(files: RankFiles, are_unreadable: bool) -> Document:
+    """Return the document of masters without model states: the folders have the names, and in stages 1 and 2 the files
+    have the shapes. The order and the names of each group of the optimizer are lost.
+
+    So are weights without moments, if others have them: DeepSpeed's converter casts buffers, frozen weights and tied
+    ones from the model states, where tied ones differ from their masters."""
+    parameters, held = files.folder / PARAMETERS, {}
+    names = list_folder(parameters).folders
+    for name in names:
+        file = parameters / name / f"{MASTER}.pt"
+        held[name] = files.root(file) if file.is_file() else None
+    weights = OrderedDict(
+        (name, spec)
+        for name, root in held.items()
+        if isinstance(spec := root.get("param") if isinstance(root, dict) else root, TensorSpec)
+    )
+    trained = {name for name in weights if len(list_folder(parameters / name).files) > 1}
+    for name, spec in weights.items() if trained else ():
+        weights[name] = spec if name in trained else gone(name, spec, str(files.folder))
+    if not weights:
+        raise damaged(files.folder, f"{clauses(files.damage)}; no master can be read")
+    flat = tuple(name for name in weights if not isinstance(held[name], dict))
+    states = _STATES_OF_STAGE_3 if flat else _STATES
+    if not are_unreadable:
+        files.damage.append(Fact.of(Kind.STATES_LACKING, names=(states,)))
+    files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost=f"{states}, and the shapes of the others" if flat else states)] = None
+    if flat:
+        files.remarks[Fact.of(Kind.FLATTENED, keys=flat)] = None
+    if missing := _missing_masters(parameters, names):
+        files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=missing, keys=len(missing), nbytes=0, total=0))
+    files.note_repeated({f"{name}/{MASTER}.pt": [weights[name]] for name in sorted(trained)})
+    why = "the model states have the names of its groups"
+    return files.document(
+        NAME, zero.container(files, {"module": weights}, weights, None, True, why), "DeepSpeed, universal"
+    )
 
 
 def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -> Iterator[tuple[str, Any]]:

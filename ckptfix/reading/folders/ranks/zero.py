@@ -29,7 +29,7 @@ from ckptfix.core.objects import tensors_in
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
-from ckptfix.errors import CkptfixError, UnreadableError, damaged
+from ckptfix.errors import CkptfixError, UnreadableError
 from ckptfix.reading.folders.chunks import Flat, Spread
 from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import (
@@ -146,7 +146,7 @@ def document(files: RankFiles) -> Document:
     path, optim, models = str(files.folder), by_rank(files.folder, ZERO_OPTIM), by_rank(files.folder, ZERO_MODEL)
     named = sorted({numbers[-1] for numbers in (*optim, *models, *by_rank(files.folder, ZERO_EXPERT))})
     present = {rank: {data: file for (data, model), file in models.items() if model == rank} for rank in named}
-    held = {rank: own for rank, files_of in present.items() if (own := _states_of_ranks(files, files_of))}
+    held = {rank: own for rank, files_of in present.items() if (own := states_of_ranks(files, files_of))}
     tensor, degree = _tensor_ranks(files, named, held)
     present = {rank: present.get(rank, {}) for rank in tensor}
     states = [held.get(rank, {}) for rank in tensor]
@@ -155,11 +155,11 @@ def document(files: RankFiles) -> Document:
     lacking = [_name_of_states(files, rank, are_spread) for rank in unknown]
     if absent := tuple(name for rank, name in zip(unknown, lacking, strict=True) if not present[rank]):
         files.damage.append(Fact.of(Kind.STATES_LACKING, names=absent))
-    roots = [dict(found[_first(found)]) if found else {} for found in states]
+    roots = [dict(found[first_of(found)]) if found else {} for found in states]
     if len(tensor) > len(lacking):
         like = next(filter(None, roots))
         # Their names come from the slices of the ranks, and the shapes from another tensor-parallel rank.
-        shared = {"shared_params": {**_tied(like), **(like.get("shared_params") or {})}}
+        shared = {"shared_params": {**tied(like), **(like.get("shared_params") or {})}}
         nameless = {key: value for key, value in like.items() if key != "param_shapes"} | (shared if lacking else {})
         roots = [root or {**nameless, "module": OrderedDict(emptied(like["module"], path))} for root in roots]
     elif len(tensor) == 1:
@@ -182,7 +182,7 @@ def document(files: RankFiles) -> Document:
     for root, found in zip(roots, states, strict=True):
         root["module"] = restacked(root["module"], path)
         listed = root["shared_params"] if "shared_params" in root else _copied(root["module"])
-        listed = _tied(root) if found and _first(found) else listed
+        listed = tied(root) if found and first_of(found) else listed
         root["shared_params"] = {**_routers(root, path), **(listed or {})}
     known = next((root for root, found in zip(roots, states, strict=True) if found), roots[0])
     joining, split_of = Joining(path), splits_of_ranks(known, megatron.RULES, known["module"])
@@ -205,7 +205,7 @@ def document(files: RankFiles) -> Document:
             if root.get("frozen_param_shapes") or 0 not in present[rank]:
                 pattern = f"{_SPREAD}_{{}}_mp_rank_{rank:02d}_model_states.pt"
                 files.note_missing(masters.world, present[rank], pattern, len(tensor))
-            if first := _first(found):
+            if first := first_of(found):
                 files.remarks[Fact(Kind.STATES_OF, present[rank][first].name)] = None
         frozen = joining.whole(parts, split_of)
     whole = OrderedDict(neox.join(joining, modules, split_of)) if len(modules) > 1 else modules[0]
@@ -244,7 +244,7 @@ def _tensor_ranks(
     there.
 
     Raises ``UnreadableError`` if the model states differ in it, or if there are other ranks than these."""
-    roots = {rank: own[_first(own)] for rank, own in states.items()}
+    roots = {rank: own[first_of(own)] for rank, own in states.items()}
     facts = {rank: (root.get("mp_world_size"), root.get("global_steps")) for rank, root in roots.items()}
     labels = {rank: f"*mp_rank_{rank:02d}_model_states.pt" for rank in roots}
     if files.of_another_save(facts, labels, "number of tensor-parallel ranks or step"):
@@ -369,21 +369,7 @@ def copies_of(masters: Masters, module: Mapping[str, Any], path: str) -> dict[st
     return found
 
 
-def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
-    """Return the model states of rank 0, and the shares of frozen parameters of the other ranks, if there are any.
-
-    Raises ``UnreadableError`` if rank 0 has none, or if their steps differ."""
-    roots = _states_of_ranks(files, found)
-    if "module" in roots.get(0, {}):
-        return roots
-    if files.damage:
-        raise damaged(files.folder, f"{clauses(files.damage)}; no rank can be read")
-    raise UnreadableError(
-        f"{files.folder}: has no model states of rank 0, which say the names and shapes of the weights; fetch them"
-    )
-
-
-def _states_of_ranks(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
+def states_of_ranks(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
     """Return the model states of the first rank that has any, and the shares of frozen parameters of the others, if
     there are any. In stage 3, each rank has its own, with the same names, shapes and buffers.
 
@@ -405,13 +391,13 @@ def _states_of_ranks(files: RankFiles, found: Mapping[int, Path]) -> dict[int, A
         return {}
     odd = files.of_another_save(steps, {rank: found[rank].name for rank in steps}, "step")
     if first in odd:
-        return _states_of_ranks(files, {rank: file for rank, file in found.items() if rank not in odd})
+        return states_of_ranks(files, {rank: file for rank, file in found.items() if rank not in odd})
     files.note_foreign(settings)
     files.note_repeated(fragments)
     return {rank: root for rank, root in roots.items() if rank not in odd}
 
 
-def _first(states: Mapping[int, Any]) -> int:
+def first_of(states: Mapping[int, Any]) -> int:
     """Return the rank whose model states have the names and the buffers."""
     return next((rank for rank, root in states.items() if "module" in root), 0)
 
@@ -423,7 +409,7 @@ def _name_of_states(files: RankFiles, rank: int, are_spread: bool) -> str:
     return f"{f'{_SPREAD}_0_' * are_spread}mp_rank_{rank:02d}_model_states.pt"
 
 
-def _tied(root: Any) -> dict[str, str]:
+def tied(root: Any) -> dict[str, str]:
     """Return the names of tied parameters of stage 3 with the names that have the values, by their empty tensors: only
     the file of rank 0 lists them."""
     listed = [str(name) for group in root.get("param_shapes") or () for name in group]

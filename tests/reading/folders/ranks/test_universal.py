@@ -61,11 +61,53 @@ def test_a_parameter_without_model_states_is_a_file_of_its_own(tmp_path: Path) -
     assert ckptfix.open_checkpoint(folder / TAG / "zero/l1.weight/fp32.pt").keys() == ["param"]
 
 
-def test_missing_model_states_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["missing", "unreadable"])
+def test_masters_without_model_states_have_the_names_of_their_folders(tmp_path: Path, change: str) -> None:
     folder, _ = unpacked(STAGES[0], tmp_path)
-    (folder / TAG / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(UnreadableError, match="has no model states of rank 0"):
+    whole = ckptfix.open_checkpoint(folder)
+    trained = {key for key in whole.specs if key.partition(".")[0] in {"emb", "l1", "l2", "bn", "ln"}}
+    file = folder / TAG / "mp_rank_00_model_states.pt"
+    file.unlink() if change == "missing" else file.write_bytes(b"")
+    with pytest.raises(UnreadableError, match=r"mp_rank_00_model_states\.pt.* unknown names are lost: .*salvage=True"):
         ckptfix.open_checkpoint(folder / TAG)
+    report = ckptfix.repair(folder, output=tmp_path / "rest.pth", salvage=True).report
+    rest = torch.load(tmp_path / "rest.pth")["module"]
+    assert rest.keys() == trained  # without those that the converter cast, such as the tied head.weight
+    assert all(bytes_of(rest[key]) == bytes_of(whole.read(key)) for key in trained)
+    assert any("names of its groups" in finding.message for finding in report.findings)
+
+
+def test_flat_masters_without_model_states_get_their_shapes_from_a_target(tmp_path: Path) -> None:
+    folder, _ = unpacked(STAGES[1], tmp_path)
+    whole = ckptfix.open_checkpoint(folder)
+    like = tmp_path / "like.pth"
+    torch.save({key: torch.zeros_like(value) for key, value in whole.state_dict().items()}, like)
+    for file in (folder / TAG).glob("*model_states.pt"):
+        file.unlink()
+    with pytest.raises(UnreadableError, match=r"lacks the model states zero_pp_rank_0_mp_rank_00_model_states\.pt; "):
+        ckptfix.open_checkpoint(folder)
+    ckptfix.repair(folder, output=tmp_path / "new.pth", salvage=True, like=like, fill=str(like))
+    new = torch.load(tmp_path / "new.pth")["module"]
+    trained = {place.name for place in (folder / TAG / "zero").iterdir() if place.is_dir()}
+    assert len(trained) == 9
+    assert all(new[key].shape == whole.specs[key].shape for key in trained)
+    assert [key for key in trained if bytes_of(new[key]) != bytes_of(whole.read(key))] == []
+
+
+def test_the_model_states_of_another_rank_of_stage_3_have_the_names_and_ties(tmp_path: Path) -> None:
+    folder, _ = unpacked(STAGES[1], tmp_path)
+    whole = ckptfix.open_checkpoint(folder)
+    (folder / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    said = (
+        r"model states zero_pp_rank_0_mp_rank_00_model_states\.pt; lacks 84 bytes of 2 tensors .* frozen\.bias are lost"
+    )
+    with pytest.raises(UnreadableError, match=said):
+        ckptfix.open_checkpoint(folder)
+    got = ckptfix.open_checkpoint(folder, salvage=True)
+    assert {*got.lost} == {"frozen.weight", "frozen.bias"}
+    assert {*got.keys()} == {*whole.keys()} - {*got.lost}
+    assert all(bytes_of(got.read(key)) == bytes_of(whole.read(key)) for key in got.specs)
+    assert got.specs["head.weight"].view == got.specs["emb.weight"].view
 
 
 @pytest.mark.parametrize("name", STAGES)
