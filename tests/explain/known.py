@@ -749,6 +749,22 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AssertionError: No ZeRO files found in ckpt/global_step100",
         "FileNotFoundError: can't find ZeRO Stage 3 model state files in directory 'ckpt/global_step10'",
     ),
+    "universal-sizes": (
+        "AssertionError: Load checkpoint fp32 dst numel 1048576 != src numel 524288",
+        "AssertionError: Load checkpoint exp_avg dst numel 34603008 != src numel 17301504",
+    ),
+    "names-of-zero": (
+        "    param_shapes = state_dict[PARAM_SHAPES]\nKeyError: 'param_shapes'",
+        "    frozen_param_shapes = state_dict[FROZEN_PARAM_SHAPES]\nKeyError: 'frozen_param_shapes'",
+    ),
+    "access-pattern": (
+        "megatron.core.dist_checkpointing.core.CheckpointingException: Invalid access pattern for"
+        " ShardedTensor(key='decoder.layers.input_layernorm.weight', dtype=torch.bfloat16, local_shape=(5120,))",
+        "ERROR:megatron.core.dist_checkpointing.validation:Invalid access pattern: 60 ShardedObject are missing."
+        " Existing shards: ['decoder.layers.self_attention.core_attention._extra_state/shard_0_80']",
+        "CheckpointingException: Invalid sharding pattern validation. Errors: Invalid access pattern for"
+        " ShardedTensor(key='decoder.final_layernorm.weight')",
+    ),
     "ranks-of-another-torch": (
         "ValueError: Unable to read checkpoint metadata. The checkpoint was likely saved with a newer version of"
         " torch.",
