@@ -21,6 +21,7 @@ from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
 from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, OF_VERL, OPTIMIZERS, TORCH_DIST
 from ckptfix.reading.folders.ranks import (
+    beside,
     fairscale,
     fairseq2,
     fsdp,
@@ -206,7 +207,7 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
         other, damage = _part(child, child.name, salvage)
         root = {"model": root} if any(isinstance(value, TensorSpec) for value in root.values()) else root
         is_bare = is_of_training(other.root) or not isinstance(other.root, dict)
-        root = {**({fsdp.OPTIMIZER: other.root} if is_bare else other.root), **root}
+        root = {**({beside.OPTIMIZER: other.root} if is_bare else other.root), **root}
         document = replace(
             document,
             path=str(folder),

@@ -3,22 +3,12 @@
 A ``ShardedTensor`` (FSDP 1) has the box of each of its shards. A ``DTensor`` (FSDP 2, HSDP, tensor parallelism, FSDP 1
 with a mesh) has its placements on a mesh of ranks and the coordinates of its rank, from which its box follows. A
 replicated tensor is the same box several times. Everything else is taken from the first rank, as in torch's
-``full_state_dict``.
+``full_state_dict``. How such files are named is in ``rank_sets``, and what trainers save beside them in ``beside``."""
 
-Trainers save the optimizer beside the ranks of a model, in files of ranks or as a folder: verl has
-``optim_world_size_8_rank_0.pt``, whose DTensors are keyed by the numbers of parameters, accelerate
-``optimizer_0_rank0.bin`` and the folder ``optimizer_0``, whose tensors are keyed by name. Weights that
-``LOCAL_STATE_DICT`` flattened get the shapes of their moments. Schedulers and random states differ between ranks, and
-are not merged.
-
-Names of files: verl, dinov2, fvcore, accelerate, torch_checkpointing."""
-
-import math
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,16 +16,14 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.bytes.listing import list_folder, stamp_of
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import ContainerPath, path_name
-from ckptfix.core.facts import Fact, Kind, clause, clauses
+from ckptfix.core.facts import Fact, Kind, clause
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, PartsError, check_cover, extent, full, numel
 from ckptfix.core.spec import TensorSpec, contiguous_strides
-from ckptfix.core.wording import first_names
-from ckptfix.errors import UnreadableError, one_line
+from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp
 from ckptfix.reading.folders.chunks import (
     Flat,
@@ -51,9 +39,10 @@ from ckptfix.reading.folders.chunks import (
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRank, AlikeRanks, RankLeaves
+from ckptfix.reading.folders.ranks.beside import OPTIMIZER, Beside, with_beside
 from ckptfix.reading.folders.ranks.divided import Divided, divided
 from ckptfix.reading.folders.ranks.files import COUNTERS, MALFORMED, RankFiles, add_rank, note_copies
-from ckptfix.reading.folders.ranks.names import ITEM, ITEM_METADATA, NUMBERED
+from ckptfix.reading.folders.ranks.rank_sets import RankSet, chosen_set, model_sets, rank_sets, set_of
 from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.weights.document import Document
 
@@ -66,70 +55,17 @@ _DTENSOR = "DTensor"
 _MARKS = (b"ShardedTensor", b"DTensor", b"shard_metadata")
 _ARCHIVE = b"PK"
 _MANY = 64  # files of one set, above which a file is read alone before it is read with the others
-# Prefixes of a trainer's files beside those of the model (verl, accelerate).
-_OPTIMIZERS = "optim"
-_BESIDE = (_OPTIMIZERS, "extra_state", "rng", "random", "scheduler", "lr_scheduler", "dataloader", "train_state")
-
-OPTIMIZER = "optimizer"
-
-# The name of files or of a folder beside the model, and a function that reads them (None if no tensor is sharded).
-_Beside = tuple[str, Callable[[], Document | None]]
-
-
-class RankSet(Struct, frozen=True):
-    """The files of one save by rank, and the common parts of their names; ``world`` is 0 if not in the names."""
-
-    stem: str
-    world: int
-    suffix: str
-    files: Mapping[int, Path]
-
-    @property
-    def pattern(self) -> str:
-        """The name of a file with a placeholder for the rank."""
-        first, path = next(iter(self.files.items()))
-        return re.sub(rf"((?:rank|shard)[._=-]?|_)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
-
-
-_SetKey = tuple[str, int, str]  # identifies a set in a folder: stem, world and suffix
-
-
-def rank_sets(folder: Path) -> Mapping[_SetKey, RankSet]:
-    """Return the sets of files in a folder that are numbered by rank, as far as their names say."""
-    stamp = stamp_of(folder)
-    return _sets_of(folder) if stamp is None else _known_sets(folder, stamp)
-
-
-@lru_cache(maxsize=1)  # called for every file of a folder, of which there may be thousands
-def _known_sets(folder: Path, stamp: int) -> Mapping[_SetKey, RankSet]:
-    return _sets_of(folder)
-
-
-def _sets_of(folder: Path) -> Mapping[_SetKey, RankSet]:
-    found: dict[_SetKey, dict[int, Path]] = {}
-    numbered = _names(folder)
-    for match in filter(None, map(numbered.fullmatch, list_folder(folder).files)):
-        add_rank(found.setdefault(_key(match), {}), int(match["rank"]), folder / match[0])
-    return {key: RankSet(*key, dict(sorted(files.items()))) for key, files in found.items()}
-
-
-def _names(folder: Path) -> re.Pattern[str]:
-    return ITEM if (folder / ITEM_METADATA).is_file() else NUMBERED
-
-
-def _key(match: re.Match[str]) -> _SetKey:
-    return match["stem"], int(match["world"] or 0), match["suffix"]
 
 
 def find(folder: Path) -> Path | None:
     """Return the folder itself if its files are numbered by rank. What is in them may be anything."""
-    return folder if any(len(found.files) > 1 or found.world > 1 for found in rank_sets(folder).values()) else None
+    return folder if any(found.count > 1 for found in rank_sets(folder).values()) else None
 
 
 def is_named(folder: Path) -> bool:
     """Return whether the set of files that would be read has tensors of ranks, by the start of its first file, or by
     its name if that file is no archive."""
-    if (found := _chosen(folder)) is None:
+    if (found := chosen_set(folder)) is None:
         return False
     head = _head(next(iter(found.files.values())))
     return any(mark in head for mark in _MARKS) or (found.world > 1 and not head.startswith(_ARCHIVE))
@@ -143,17 +79,16 @@ def _head(file: Path) -> bytes:
 def document(files: RankFiles) -> Document | None:
     """Return the document of a folder, or of the set of files of which one was named; None if these hold no tensors of
     ranks."""
-    sets = rank_sets(files.folder)
-    named = _names(files.folder).fullmatch(files.named.name) if files.named is not None else None
-    found, models = sets.get(_key(named)) if named else None, _models(sets)
-    is_all = found is None or (len(models) == 1 and (models[0] is found or found.stem.startswith(_OPTIMIZERS)))
-    found = _chosen(files.folder) if is_all else found
+    models = model_sets(files.folder)
+    found = set_of(files.folder / files.named.name) if files.named is not None else None
+    is_all = found is None or (len(models) == 1 and (models[0] == found or found.is_optimizer))
+    found = chosen_set(files.folder) if is_all else found
     if found is None or (files.named is not None and len(found.files) > _MANY and _is_alone(files.named, found)):
         return None
     made = _RankMerge(files, found).document()
-    if made is None or not is_all or found.stem.startswith(_BESIDE):
+    if made is None or not is_all or found.is_beside:
         return made
-    return _with_beside(made, _beside(files))
+    return with_beside(made, _beside(files))
 
 
 def _is_alone(file: Path, ranks: RankSet) -> bool:
@@ -168,7 +103,7 @@ def _is_alone(file: Path, ranks: RankSet) -> bool:
     return not (is_part or fairscale.has_metadata(root))
 
 
-def _beside(files: RankFiles) -> Iterator[_Beside]:
+def _beside(files: RankFiles) -> Iterator[Beside]:
     """Yield the files and folders that a trainer saved beside the ranks of its model."""
 
     def read_set(ranks: RankSet) -> Document | None:
@@ -177,97 +112,17 @@ def _beside(files: RankFiles) -> Iterator[_Beside]:
             return _RankMerge(others, ranks).document()
 
     for found in rank_sets(files.folder).values():
-        if found.stem.startswith(_BESIDE):
+        if found.is_beside:
             yield found.pattern.format("*"), partial(read_set, found)
     for child in sorted(files.folder.glob(f"{OPTIMIZER}*")):
         if child.is_dir() and dcp.looks_like(child):
             yield child.name, partial(dcp.read_folder, child, files.salvage)
 
 
-def _with_beside(document: Document, others: Iterator[_Beside]) -> Document:
-    """Return the document of a model with the optimizer beside it added under ``optimizer``.
-
-    Files that cannot be merged are remarked and left out."""
-    for name, read in others:
-        why = ""
-        found: Document | None = None
-        try:
-            found = read()
-        except UnreadableError as error:
-            why = one_line(str(error.args[0]).removeprefix(f"{document.path}: "))
-        optimizer, root = _optimizer(found.root) if found is not None else None, document.root
-        if found is not None and found.damage:
-            optimizer, why = None, clauses(found.damage)
-        if found is None or optimizer is None or not isinstance(root, dict) or OPTIMIZER in root:
-            document = replace(document, remarks=[*document.remarks, Fact.of(Kind.RANK_LEFT_OUT, name, why=why)])
-            continue
-        if any(isinstance(entry, TensorSpec) for entry in root.values()):
-            root = {"model": root}
-        document = replace(
-            document,
-            root={**root, OPTIMIZER: optimizer},
-            names=document.names | found.names,
-            remarks=list(dict.fromkeys([*document.remarks, *found.remarks])),
-        )
-        document = _shaped(document, optimizer["state"])
-    return document
-
-
-def _optimizer(root: Any) -> dict[str, Any] | None:
-    """Return the state of an optimizer: the root, or its member ``optimizer`` (accelerate); None if it is neither."""
-    held = root.get(OPTIMIZER, root) if isinstance(root, dict) else None
-    return held if isinstance(held, dict) and is_optimizer(held) and isinstance(held.get("state"), dict) else None
-
-
-def _shaped(document: Document, state: Mapping[Any, Any]) -> Document:
-    """Return the document with its flattened weights in the shapes of their moments."""
-    flattened = next((fact for fact in document.remarks if fact.kind is Kind.FLATTENED), None)
-    weights = document.root.get("model")
-    if flattened is None or not isinstance(weights, dict):
-        return document
-    shaped: dict[int, TensorSpec] = {}  # by the flat tensor, which is the same for tied weights
-    for key in flattened.data["keys"]:
-        spec, moments = weights.get(key), state.get(key)
-        held = moments.values() if isinstance(moments, dict) else ()
-        shapes = {moment.shape for moment in held if isinstance(moment, TensorSpec) and moment.shape}
-        shape = shapes.pop() if len(shapes) == 1 else ()
-        if isinstance(spec, TensorSpec) and shape and math.prod(shape) == spec.numel:
-            shaped[id(spec)] = replace(spec, shape=shape, strides=contiguous_strides(shape))
-    left = [key for key in flattened.data["keys"] if id(weights.get(key)) not in shaped]
-    weights.update({key: shaped[id(spec)] for key, spec in weights.items() if id(spec) in shaped})
-    remarks = [fact for fact in document.remarks if fact is not flattened]
-    return replace(document, remarks=[*remarks, *([Fact.of(Kind.FLATTENED, keys=tuple(left))] if left else ())])
-
-
-def _chosen(folder: Path) -> RankSet | None:
-    """Return the set of files in a folder; of several, that of the model. Raises ``UnreadableError`` if that is none or
-    several."""
-    models = _models(rank_sets(folder))
-    if len(models) > 1:
-        names = first_names([next(iter(found.files.values())).name for found in models])
-        raise UnreadableError(
-            f"{folder}: holds {len(models)} sets of files that ranks wrote ({names}); name one of the files"
-        )
-    return models[0] if models else None
-
-
-def _models(every: Mapping[_SetKey, RankSet]) -> list[RankSet]:
-    """Return the sets of files of which one is that of the model, as far as their names say."""
-    sets = [found for found in every.values() if len(found.files) > 1 or found.world > 1]
-    sets = [found for found in sets if not found.stem.startswith(_BESIDE)] or sets
-    sets = [found for found in sets if found.stem.startswith("model")] or sets
-    if len(sets) < 2:
-        return sets
-    # Links to one of several sets mark the latest, such as `latest-rank0.pt` of Composer.
-    links = {path.resolve().name for found in sets for path in found.files.values() if path.is_symlink()}
-    return [each for each in sets if any(path.name in links for path in each.files.values())] or sets
-
-
 def folder_of(file: Path) -> Path | None:
     """Return the folder of a rank's file if its set has other files, or should have by its name; None otherwise."""
-    match = _names(file.parent).fullmatch(file.name)
-    found = rank_sets(file.parent).get(_key(match)) if match else None
-    return file.parent if found is not None and max(len(found.files), found.world) > 1 else None
+    found = set_of(file)
+    return file.parent if found is not None and found.count > 1 else None
 
 
 _Copies = dict[Box, list[tuple[int, TensorSpec]]]  # of a part, with their ranks
