@@ -11,6 +11,7 @@ from ckptfix.errors import UsageError, WriteError
 from ckptfix.reading.folders.ranks.names import LATEST_UNIVERSAL
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import unpacked
+from tests.reading.folders.ranks.test_zero import write_zero
 
 
 def load(path: Path) -> Any:
@@ -77,22 +78,15 @@ def test_the_model_states_have_the_dtypes_of_the_training(tmp_path: Path, name: 
 @pytest.mark.parametrize("prefix", ["_forward_module.", "module.", "_orig_mod."])
 def test_the_run_finds_its_parameters_under_the_names_of_its_wrappers(tmp_path: Path, prefix: str) -> None:
     """DeepSpeed's engine looks for the names in ``param_shapes``, which are those of its own model."""
-    source, truth = unpacked("zero2_w2_bf16_g2", tmp_path)
-    file = source / "global_step2" / "mp_rank_00_model_states.pt"
-    states = torch.load(file, weights_only=False)
-    for place in (states, *states["param_shapes"]):
-        named = place["module"] if place is states else place
-        for key in list(named):
-            named[prefix + key] = named.pop(key)
-    states["shared_params"] = {prefix + key: prefix + name for key, name in states["shared_params"].items()}
-    torch.save(states, file)
-    ckptfix.repair(source, output=tmp_path / "ours", format="universal")
-    written = tmp_path / "ours" / "global_step2"
-    names = {str(key) for group in states["param_shapes"] for key in group}
-    assert {folder.name for folder in (written / "zero").iterdir() if folder.is_dir()} == names
-    assert load(written / "mp_rank_00_model_states.pt")["module"].keys() == states["module"].keys()
+    tensors = {f"{prefix}{name}": torch.rand(3, 5) for name in ("emb.weight", "l1.weight")}
+    (tmp_path / "source").mkdir()
+    write_zero(tmp_path / "source", tensors, world=2)
+    ckptfix.repair(tmp_path / "source", output=tmp_path / "ours", format="universal")
+    (written,) = (tmp_path / "ours").glob("*/zero")
+    assert {folder.name for folder in written.iterdir() if folder.is_dir()} == tensors.keys()
+    assert load(written.parent / "mp_rank_00_model_states.pt")["module"].keys() == tensors.keys()
     ckptfix.repair(tmp_path / "ours", output=tmp_path / "whole.pth")
-    assert load(tmp_path / "whole.pth")["module"].keys() == truth.keys()
+    assert load(tmp_path / "whole.pth")["module"].keys() == {"emb.weight", "l1.weight"}
 
 
 @pytest.mark.parametrize("name", ["zero1_w3_bf16_g2", "zero2_w3_fp32_g1", "zero3_w3_bf16_g2", "universal_zero3"])
