@@ -47,7 +47,8 @@ def universal_form(checkpoint: Checkpoint) -> Checkpoint:
 
     Raises ``WriteError`` if the optimizer's state is missing or not keyed by name, or if a master is not fp32."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
-    found = [(key, made) for key, value in root.items() if (made := _by_name(value, checkpoint.specs)) is not None]
+    alone = {key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in root.items()}
+    found = [(key, made) for key, value in alone.items() if (made := _by_name(value, checkpoint.specs)) is not None]
     if len(found) != 1:
         if not found and (ranks := beside(Path(checkpoint.path))) is not None:
             raise WriteError(

@@ -19,7 +19,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
-from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, OF_VERL, OPTIMIZERS, TORCH_DIST
+from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, LIGHTNING_RELEASE, OF_VERL, OPTIMIZERS, TORCH_DIST
 from ckptfix.reading.folders.ranks import (
     beside,
     fairscale,
@@ -72,7 +72,6 @@ _OF_FSDP = "pytorch_model_fsdp.bin"
 
 # The depth to which subfolders are searched for checkpoints, and the largest number of results.
 _DEPTH, _MOST_NAMED = 3, 100
-_LIGHTNING_RELEASE = "pytorch-lightning_version"
 _PACKED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".tgz")
 _some = partial(first_names, most=6)
 
@@ -280,7 +279,7 @@ def _read_dcp(folder: Path, salvage: bool, beside: Sequence[Path] = ()) -> Docum
     root = {**saved, **{key: value for key, value in common.root.items() if key not in saved}}
     copies: dict[str, TensorSpec] = {}
     remarks = [*document.remarks, *common.remarks]
-    if name == LIGHTNING and _LIGHTNING_RELEASE in root:
+    if name == LIGHTNING and LIGHTNING_RELEASE in root:
         root = _of_lightning(root)
     if name == TORCH_DIST:
         root, copies, left_out = megatron.of_torch_dist(root, common.root)

@@ -50,6 +50,9 @@ TORCH_DIST = "common.pt"
 LIGHTNING = "meta.pt"
 COMMON = (LIGHTNING, TORCH_DIST)
 
+# The key by which Lightning knows its checkpoints.
+LIGHTNING_RELEASE = "pytorch-lightning_version"
+
 # How the names of folders begin in which an optimizer is saved, next to the model's: ``optimizer_0`` of accelerate,
 # ``optimizer`` of NeMo RL and XTuner, ``optim`` of NeMo AutoModel.
 OPTIMIZERS = "optim"

@@ -31,6 +31,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import CkptfixError, UnreadableError
 from ckptfix.reading.folders.chunks import Flat, Spread
+from ckptfix.reading.folders.rank_shards import LIGHTNING_RELEASE
 from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import (
     MOST_ABSENT,
@@ -227,6 +228,8 @@ def document(files: RankFiles) -> Document:
     merged = container(files, root, weights, optimizer, bool(optim or root.get("optimizer")), why)
     if "args" in merged:
         merged["args"] = megatron.whole_arguments(merged["args"])
+    if LIGHTNING_RELEASE in merged:
+        merged = _of_lightning(merged)
     files.remarks.pop(Fact(Kind.ATTRIBUTE_OF_TENSOR, _NUMBER_OF_PARAMETER), None)
     files.note_renamed()
     note_masters(files, root["module"], masters.tensors if masters else {})
@@ -317,6 +320,12 @@ def container(
     ):
         files.remarks[Fact.of(Kind.RANK_LEFT_OUT, "optimizer", **({"why": why} if why else {}))] = None
     return merged
+
+
+def _of_lightning(root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return model states that Lightning saved with the names that its ``Trainer`` reads from a single file."""
+    whole = {"state_dict" if key == "module" else key: value for key, value in root.items() if key != "optimizer"}
+    return whole | ({"optimizer_states": [root["optimizer"]]} if "optimizer" in root else {})
 
 
 def _trained(root: Any) -> dict[str, Shape]:

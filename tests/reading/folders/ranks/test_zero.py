@@ -65,6 +65,27 @@ def test_what_is_written_is_plain_and_has_the_optimizer_by_name(tmp_path: Path, 
         assert bool((moments["exp_avg_sq"] >= 0).all())
 
 
+@pytest.mark.parametrize("name", ["zero2_w2_bf16_g2", "zero3_w2_fp32_g1"])
+def test_what_lightning_saved_has_the_names_that_its_trainer_reads(tmp_path: Path, name: str) -> None:
+    folder, _ = saved(tmp_path, name)
+    plain = torch.load(ckptfix.repair(folder, output=tmp_path / "plain.pth").report.output or "")
+    for file in folder.glob("*/*model_states.pt"):
+        _change(file, methodcaller("update", {"pytorch-lightning_version": "2.6.6", "hyper_parameters": {"lr": 1e-3}}))
+    ckptfix.repair(folder, output=tmp_path / "whole.ckpt")
+    whole = torch.load(tmp_path / "whole.ckpt")
+    assert not whole.keys() & {"module", "optimizer"}
+    assert whole["hyper_parameters"] == {"lr": 1e-3}
+    assert whole["state_dict"].keys() == plain["module"].keys()
+    assert all(bytes_of(value) == bytes_of(plain["module"][key]) for key, value in whole["state_dict"].items())
+    (optimizer,) = whole["optimizer_states"]
+    assert optimizer["param_groups"] == plain["optimizer"]["param_groups"]
+    assert optimizer["state"].keys() == plain["optimizer"]["state"].keys()
+    ckptfix.repair(folder, output=tmp_path / "universal", format="universal")
+    again: Any = ckptfix.open_checkpoint(tmp_path / "universal").root
+    assert again["optimizer"]["state"].keys() == optimizer["state"].keys()
+    assert again["pytorch-lightning_version"] == "2.6.6"
+
+
 FROZEN = {"frozen.weight", "frozen.bias"}
 
 
