@@ -298,10 +298,19 @@ class _FolderReading:
             places.setdefault(box, []).append(location)
         places = {box: self._present(locations) for box, locations in places.items()}
         check_tiling(places, item.shape, name)  # before a chunk is opened
-        copies = {box: self._copies(name, item.dtype, box, locations) for box, locations in places.items()}
-        for box, (location, *others) in places.items() if len(places) > 1 else ():
-            if location is not None and not others and numel(box):
-                self.chunks.setdefault(location.file, []).append((location.offset, name, copies[box][0]))
+        copies: dict[Box, list[TensorSpec]] = {}
+        lost: UnreadableError | None = None
+        for box, locations in places.items():
+            try:
+                copies[box] = self._copies(name, item.dtype, box, locations)
+            except UnreadableError as error:
+                lost = lost or error  # the files of the other chunks are compared by all of their chunks
+            (location, *others) = locations
+            if location is not None and not others and numel(box) and len(places) > 1:
+                chunk = copies[box][0] if box in copies else TensorSpec(item.dtype, extent(box), ())
+                self.chunks.setdefault(location.file, []).append((location.offset, name, chunk))
+        if lost is not None:
+            raise lost
         return merge_parts(name, item.dtype, item.shape, copies, str(self.folder))
 
     def _present(self, locations: list[Location | None]) -> list[Location | None]:
@@ -327,11 +336,13 @@ class _FolderReading:
     def _note_repeated(self) -> None:
         """Remark files whose chunks have the same checksums as those of another file: one was copied over the other.
 
-        A model and its average may be equal, each in its own file, but chunks of one tensor are not."""
+        A model and its average may be equal, each in its own file, but chunks of one tensor are not. A file of which a
+        chunk cannot be read is not compared: the others may be norms that are equal in many files."""
         seen: dict[tuple[object, ...], str] = {}
         for file, chunks in self.chunks.items():
             parts = [part for _, _, part in sorted(chunks, key=itemgetter(0))]
-            if not (sums := sums_of(parts)) or (other := seen.setdefault(sums, file)) == file:
+            sums = () if any(part.storage is None for part in parts) else sums_of(parts)
+            if not sums or (other := seen.setdefault(sums, file)) == file:
                 continue
             shared = {name for _, name, _ in chunks} & {name for _, name, _ in self.chunks[other]}
             if shared and are_varied(parts):

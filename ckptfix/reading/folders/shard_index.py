@@ -176,7 +176,7 @@ def file_inside(folder: Path, name: str, said_by: str) -> Path:
     """Return the path of a file that ``said_by`` names, after checking that it is inside the folder.
 
     Links may lead into the folder, or to the real folder of the file ``said_by``, as in the cache of the Hugging Face
-    hub. Raises ``HostileError`` for any name or link that leads elsewhere."""
+    hub. Raises ``HostileError`` for any name or link that leads elsewhere; a link to nothing is a missing file."""
     names = (PurePosixPath(name), PureWindowsPath(name))
     absolute = any(path.drive or path.root for path in names)
     if not name or "\0" in name or absolute or any(".." in path.parts for path in names):
@@ -191,7 +191,7 @@ def file_inside(folder: Path, name: str, said_by: str) -> Path:
         raise HostileError(
             f"{said_by}: {name!r:.80} cannot be followed ({error}); do not use this checkpoint"
         ) from error
-    if not any(real.is_relative_to(home) for home in homes):
+    if not any(real.is_relative_to(home) for home in homes) and os.path.lexists(real):
         raise HostileError(
             f"{said_by}: {name!r:.80} is a link that leads outside the folder, to {real};"
             " put the file itself there if you trust it"

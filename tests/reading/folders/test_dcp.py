@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 import ckptfix
 from ckptfix.bytes.sources import FileBytes
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Level
 from ckptfix.errors import DamageWarning, HostileError, UnreadableError, WriteError
 from tests.checks import assert_same, bytes_of
@@ -478,6 +479,28 @@ def test_what_a_missing_file_held_is_named(tmp_path: Path, name: str) -> None:
     got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
     assert 0 < len(got) < len(truth)
     assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got)
+
+
+@pytest.mark.parametrize(
+    ("name", "copy"), [("__1_1.distcp", ""), ("__3_1.distcp", ""), ("__1_1.distcp", "__2_1.distcp")]
+)
+def test_beside_a_missing_file_only_a_copied_one_is_called_a_copy(tmp_path: Path, name: str, copy: str) -> None:
+    """Two of the others differ only in tensors of which the missing file has a part."""
+    folder, _ = unpacked("megatron_dist_tp2pp2", tmp_path)
+    (folder / name).unlink()
+    if copy:
+        copyfile(folder / "__0_1.distcp", folder / copy)
+    checkpoint = ckptfix.open_checkpoint(folder, salvage=True)
+    repeated = [mark.place for mark in checkpoint.remarks if mark.kind is Kind.RANK_REPEATED]
+    assert repeated == ([copy] if copy else [])
+
+
+def test_a_link_to_a_file_that_does_not_exist_is_a_missing_file(tmp_path: Path) -> None:
+    folder, _ = unpacked("megatron_dist_tp2pp2", tmp_path)
+    (folder / "__1_1.distcp").unlink()
+    (folder / "__1_1.distcp").symlink_to(tmp_path / "elsewhere" / "__1_1.distcp")
+    with pytest.raises(UnreadableError, match=r"lacks the shard __1_1\.distcp with 5 keys; lacks 4928 bytes of"):
+        ckptfix.open_checkpoint(folder)
 
 
 def test_ranks_that_saved_different_shapes_under_one_name(tmp_path: Path) -> None:
