@@ -2,7 +2,8 @@
 
 Each file has the same keys. The axis along which a tensor is split follows from its name (``llama-models``,
 ``checkpoint.py``, Llama 1 to 4). Token embeddings are split by columns in Llama 1 and 2 and by rows since Llama 3,
-which the shape shows. Keys and values are replicated if there are more ranks than key-value heads.
+which the shape shows. Keys and values are replicated if there are more ranks than key-value heads, which
+``params.json`` says, and the bytes show.
 
 Mistral published Mixtral in files with the same names (``consolidated.00.pt``), each with whole layers."""
 
@@ -10,16 +11,19 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.limits import Bounds
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
-from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies
+from ckptfix.reading.folders.chunks import agree
+from ckptfix.reading.folders.ranks.files import RankFiles, are_varied, by_rank, note_copies
 from ckptfix.reading.folders.ranks.names import LLAMA_PARAMS, LLAMA_SHARD
 from ckptfix.reading.folders.ranks.partition import Joining, Split, emptied, find_rule, rules, stacked
 from ckptfix.reading.weights.document import Document
@@ -28,7 +32,10 @@ NAME = "llama"
 
 _PARAMS_LIMIT = 1 << 20
 _LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
-_QUERIES = re.compile(r".*attention\.wq(kv)?\.weight")
+_QUERIES = re.compile(r".*attention\.wq(?:kv)?\.weight")
+_OF_HEADS = re.compile(r".*attention\.(?:wq|w(o))\.weight")
+_SHARED = re.compile(r"(.*)\.w[kv]\.\w+")  # keys and values, of which several ranks may have the same part
+_NUMBER = re.compile(r"\d+")
 
 # The axis along which a tensor is split, by its name.
 RULES = rules(
@@ -50,14 +57,16 @@ def find(folder: Path) -> Path | None:
     return folder if by_rank(folder, LLAMA_SHARD) else None
 
 
-def document(files: RankFiles) -> Document:
-    """Return the document of a folder of Meta's Llama."""
+def document(files: RankFiles) -> Document | None:
+    """Return the document of a folder of Meta's Llama; None for a single file that is complete by itself."""
     folder = files.folder
     ranks = {rank: file for (rank,), file in by_rank(folder, LLAMA_SHARD).items()}
     states = {rank: root for rank, file in ranks.items() if (root := files.root(file)) is not None}
     params = _params(folder)
     degree = max((_ranks_of(state, params) for state in states.values()), default=1)
     world = max(max(ranks) + 1, degree)
+    if world == 1 and not params:
+        return None
     files.note_missing(world, ranks, "consolidated.{:02d}.pth")
     files.check_absent(world - len(ranks))
     if not states:
@@ -79,19 +88,24 @@ def document(files: RankFiles) -> Document:
     files.note_renamed()
     missing = emptied(next(iter(states.values())), str(folder))
     states = {rank: states.get(rank, missing) for rank in range(world)}
+    sharers = _sharers(list(states.values()), str(folder))
+    if not (all(sharers.values()) or any(fact.kind is Kind.RANK_REPEATED for fact in files.remarks)):
+        raise UnreadableError(
+            f"{folder}: some of its ranks have the same keys and values, and others should and do not: its files are"
+            " from different saves; put those of one save together"
+        )
+    params = {**params, "queries": _queries_of(states[0]) * world}
     joining = Joining(str(folder), [ranks[rank].name if rank in ranks else "" for rank in range(world)])
-    weights = OrderedDict(joining.join(list(states.values()), partial(_split, params)))
+    fewest = {module: min(counts, default=1) for module, counts in sharers.items()}
+    weights = OrderedDict(joining.join(list(states.values()), partial(_split, params, fewest)))
     files.lacking.update(joining.lacking)
     note_copies(files.remarks, joining.differing, may_drift=False)  # norms are equal in all of Meta's files
     return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of a shard if other shards or ``params.json`` are beside it; None otherwise."""
-    is_one = LLAMA_SHARD.fullmatch(file.name) is not None and (
-        (file.parent / LLAMA_PARAMS).is_file() or len(by_rank(file.parent, LLAMA_SHARD)) > 1
-    )
-    return file.parent if is_one else None
+    """Return the folder of a file that is named like a shard; None otherwise."""
+    return file.parent if LLAMA_SHARD.fullmatch(file.name) and file.is_file() else None
 
 
 def _check_layers(folder: Path, keys: Iterable[str], params: Mapping[str, Any]) -> None:
@@ -108,13 +122,45 @@ def _check_layers(folder: Path, keys: Iterable[str], params: Mapping[str, Any]) 
 def _ranks_of(state: Any, params: Mapping[str, Any]) -> int:
     """Return the number of ranks over which queries are split; without ``params.json``, they are taken as square."""
     for key, spec in state.items() if isinstance(state, dict) else ():
-        if (match := _QUERIES.fullmatch(str(key))) and isinstance(spec, TensorSpec) and len(spec.shape) == 2:
-            heads, width, groups = params.get("n_heads"), params.get("head_dim"), params.get("n_kv_heads")
+        if _QUERIES.fullmatch(str(key)) and isinstance(spec, TensorSpec) and len(spec.shape) == 2:
+            heads, width = params.get("n_heads"), params.get("head_dim")
             whole = heads * width if isinstance(heads, int) and isinstance(width, int) else spec.shape[1]
-            if match[1] and isinstance(heads, int) and heads > 0:
-                whole += 2 * whole * (groups if isinstance(groups, int) else heads) // heads
-            return whole // max(spec.shape[0], 1)
+            return whole // (_queries_of(state) or whole or 1)
     return 1
+
+
+def _queries_of(state: Mapping[str, Any]) -> int:
+    """Return how many rows of queries a rank has, which are columns of its output projection; 0 if it has neither."""
+    for key, spec in state.items():
+        if (match := _OF_HEADS.fullmatch(str(key))) and isinstance(spec, TensorSpec) and len(spec.shape) == 2:
+            return spec.shape[1 if match[1] else 0]
+    return 0
+
+
+def _sharers(states: Sequence[Mapping[str, Any]], path: str) -> dict[str, list[int]]:
+    """Return how many consecutive ranks may have the same keys and values, by the bytes of the first layer that tells;
+    none if no number fits. The attention of vision models, which has other names, may differ from that of text."""
+    ranks = len(states)
+    counts = [count for count in range(1, ranks + 1) if ranks % count == 0]
+    found: dict[str, list[int]] = {}
+    for key in map(str, states[0]):
+        if not (match := _SHARED.fullmatch(key)) or (module := _module(match)) in found:
+            continue
+        parts = {rank: state.get(key) for rank, state in enumerate(states)}
+        intact = {rank: part for rank, part in parts.items() if isinstance(part, TensorSpec) and not is_torn(part)}
+        if len(intact) > 1 and all(are_varied([part]) for part in intact.values()):
+            same = {pair: agree([intact[rank] for rank in pair], path) for pair in pairwise(intact)}
+            found[module] = [
+                count
+                for count in counts
+                if all((one // count == other // count) == are_same for (one, other), are_same in same.items())
+            ]
+    return found
+
+
+def _module(match: re.Match[str]) -> str:
+    """Return the name of an attention, which is the same in all layers."""
+    return _NUMBER.sub("0", match[1])
 
 
 def _params(folder: Path) -> Mapping[str, Any]:
@@ -132,8 +178,13 @@ def _params(folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _split(params: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) -> Split | None:
-    """Return how a tensor is split, by its name and shape; None if that is unknown."""
+def _split(
+    params: Mapping[str, Any], sharers: Mapping[str, int], name: str, parts: Sequence[TensorSpec]
+) -> Split | None:
+    """Return how a tensor is split, by its name and shape; None if that is unknown.
+
+    ``sharers`` is how many ranks have the same keys and values, by their bytes. If there are more according to
+    ``params.json``, the join finds that they differ."""
     rule = find_rule(RULES, name)
     if rule is None:
         return None
@@ -151,16 +202,19 @@ def _split(params: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) ->
         # If it is split by columns, each rank has all rows of the vocabulary.
         by_columns = columns * ranks == dim if isinstance(dim, int) and columns != dim else rows == vocabulary
         return Split(1 if by_columns else 0)
+    if (match := _SHARED.fullmatch(name)) is None:
+        return Split(rule.axis)
+    holders = sharers.get(_module(match), 1)
     heads, groups = params.get("n_heads"), params.get("n_kv_heads")
-    if isinstance(dim, int) and isinstance(heads, int) and isinstance(groups, int) and 0 < groups < ranks:
-        has_copies = re.search(r"\.w[kv]\.\w+$", name) and rows * ranks > dim // max(heads, 1) * groups
-        return Split(rule.axis, holders=ranks // groups if has_copies else 1)
-    return Split(rule.axis)
+    if type(heads) is int and type(groups) is int and heads > 0 and 0 < groups < ranks:
+        has_copies = rows * ranks > (params["queries"] or dim or 0) // heads * groups
+        holders = max(holders, ranks // groups) if has_copies else holders
+    return Split(rule.axis, holders=holders)
 
 
 def _of_queries(params: Mapping[str, Any], parts: Sequence[TensorSpec]) -> Split | None:
     """Return how queries, keys and values in one tensor are split, each separately; None if ``params.json`` does not
-    have the numbers of heads."""
+    have the numbers of heads, or if they do not fit the output projection."""
     heads = params.get("n_heads")
     groups = params.get("n_kv_heads") or heads
     rows, ranks = parts[0].shape[0], len(parts)
@@ -168,4 +222,5 @@ def _of_queries(params: Mapping[str, Any], parts: Sequence[TensorSpec]) -> Split
         return None
     width, rest = divmod(rows * ranks, heads + 2 * groups)
     counts = (heads, groups, groups)
-    return None if rest else stacked(0, [[width * count // ranks] * ranks for count in counts], parts[0])
+    is_odd = rest or params["queries"] not in (0, width * heads)
+    return None if is_odd else stacked(0, [[width * count // ranks] * ranks for count in counts], parts[0])

@@ -51,7 +51,7 @@ def write_llama(
                 continue
             axis = int(key.endswith(COLUMNS) or (by_columns and key.startswith("tok")))
             parts, number = ranks, rank
-            if key.endswith(("wk.weight", "wv.weight")) and groups < ranks:
+            if key.endswith(("wk.weight", "wv.weight", "wk.bias")) and groups < ranks:
                 parts, number = groups, rank * groups // ranks
             state[key] = value.chunk(parts, axis)[number].clone()
         torch.save(state, folder / f"consolidated.{rank:02d}.pth")
@@ -115,14 +115,24 @@ def test_what_llama_4_has_in_one_tensor_is_divided_each_by_itself(tmp_path: Path
     got = ckptfix.open_checkpoint(tmp_path).state_dict()
     assert list(got) == list(whole)
     assert [key for key, value in whole.items() if not torch.equal(got[key], value)] == []
-    if ranks == 4:
-        (tmp_path / "consolidated.03.pth").unlink()
-        with pytest.raises(UnreadableError, match=r"lacks 1 rank of 4: consolidated\.03\.pth"):
+    for last in range(ranks - 1, 0, -1):
+        (tmp_path / f"consolidated.{last:02d}.pth").unlink()
+        (tmp_path / "params.json").unlink(missing_ok=True)  # the output projection tells the number of ranks
+        with pytest.raises(
+            UnreadableError, match=rf"lacks {ranks - last} ranks? of {ranks}: .*consolidated\.{ranks - 1:02d}\.pth"
+        ):
             ckptfix.open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "params", [{"moe_args": None}, {"moe_args": {"num_experts": 10**12}}, {"n_heads": None}, {"n_kv_heads": 3}]
+    "params",
+    [
+        {"moe_args": None},
+        {"moe_args": {"num_experts": 10**12}},
+        {"n_heads": None},
+        {"n_kv_heads": 3},
+        {"n_kv_heads": 12},
+    ],
 )
 def test_what_the_sizes_of_llama_4_do_not_say_is_not_guessed(tmp_path: Path, params: dict[str, Any]) -> None:
     write_llama_4(tmp_path, 2, **params)
@@ -146,6 +156,46 @@ def test_copies_of_keys_that_are_none_are_refused(tmp_path: Path) -> None:
     write_llama(tmp_path, 4, groups=4, n_kv_heads=2)
     with pytest.raises(UnreadableError, match=r"should hold the same part of layers\.0\.attention\.wk\.weight"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("params", [None, {"n_kv_heads": None}, {"n_kv_heads": HEADS}, {"n_heads": 2 * HEADS}])
+@pytest.mark.parametrize(("ranks", "groups"), [(4, 2), (8, 2), (4, 1), (2, 1), (2, 2)])
+def test_copies_of_keys_are_known_by_their_bytes(
+    tmp_path: Path, ranks: int, groups: int, params: dict[str, Any] | None
+) -> None:
+    whole = write_llama(tmp_path, ranks, groups, **(params or {}))
+    if params is None:
+        (tmp_path / "params.json").unlink()
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert all(torch.equal(got[key], value) for key, value in whole.items())
+
+
+@pytest.mark.parametrize("has_params", [True, False])
+def test_keys_of_another_save_among_copies_are_refused(tmp_path: Path, has_params: bool) -> None:
+    write_llama(tmp_path, 4, groups=2)
+    if not has_params:
+        (tmp_path / "params.json").unlink()
+    state = torch.load(tmp_path / "consolidated.03.pth")
+    for key, value in state.items():
+        if key.endswith("wk.weight"):
+            state[key] = torch.randn(value.shape).bfloat16()
+    torch.save(state, tmp_path / "consolidated.03.pth")
+    with pytest.raises(UnreadableError, match="put those of one save together"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_attentions_of_vision_need_not_have_copies(tmp_path: Path) -> None:
+    """Ranks share the keys of text, and constant biases tell nothing."""
+    name = "vision_model.transformer.resblocks.0.attn.wk.weight"
+    whole = {**model(2), name: torch.randn(8, DIM), "layers.0.attention.wk.bias": torch.zeros(8)}
+    write_llama(tmp_path, 4, 2, whole={key: value for key, value in whole.items() if key != name})
+    (tmp_path / "params.json").unlink()
+    for rank, file in enumerate(sorted(tmp_path.glob("*.pth"))):
+        torch.save({name: whole[name].chunk(4)[rank].clone(), **torch.load(file)}, file)
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    # Half a bias on each rank, as of the weight.
+    assert {key: value.shape for key, value in got.items()} == {key: value.shape for key, value in whole.items()}
+    assert all(torch.equal(got[key], value) for key, value in whole.items())
 
 
 def test_a_tensor_that_no_rule_knows_is_not_guessed(tmp_path: Path) -> None:
@@ -185,11 +235,27 @@ def test_queries_that_are_narrower_than_the_model_are_whole(tmp_path: Path) -> N
     assert torch.equal(got, *whole.values())
 
 
-def test_the_first_shard_alone_is_not_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_params", [True, False])
+def test_the_first_shard_alone_is_not_the_model(tmp_path: Path, has_params: bool) -> None:
     write_llama(tmp_path, 2)
     (tmp_path / "consolidated.01.pth").unlink()
+    if not has_params:
+        (tmp_path / "params.json").unlink()
     with pytest.raises(UnreadableError, match="lacks 1 rank of 2"):
         ckptfix.open_checkpoint(tmp_path / "consolidated.00.pth")
+
+
+@pytest.mark.parametrize("held", ["model", "container", "other"])
+def test_a_single_file_of_any_content_is_complete(tmp_path: Path, held: str) -> None:
+    whole = model(HEADS)
+    root: Any = {"model": whole, "container": {"model": whole, "step": 2}, "other": {"a.weight": torch.rand(3, 8)}}[
+        held
+    ]
+    torch.save(root, file := tmp_path / "consolidated.00.pth")
+    for given in (file, tmp_path):
+        checkpoint = ckptfix.open_checkpoint(given)
+        assert (checkpoint.format, checkpoint.path) == ("torch-zip", str(file))
+        assert checkpoint.keys() == list(whole if held != "other" else root)
 
 
 def test_shards_of_two_models_do_not_go_together(tmp_path: Path) -> None:
