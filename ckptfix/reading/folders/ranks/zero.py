@@ -224,8 +224,16 @@ def document(files: RankFiles) -> Document:
         optimizer = masters and masters.optimizer if not flat else None
     else:
         optimizer = merged_optimizer(files, roots, plain, joining, split_of)
-    why = "the states of some ranks are missing" if files.damage and not optim else ""
-    merged = container(files, root, weights, optimizer, bool(optim or root.get("optimizer")), why)
+    has_optimizer = bool(optim or root.get("optimizer"))
+    if (
+        optimizer is None
+        and has_optimizer
+        and not optim
+        and {each.kind for each in files.damage} - {Kind.EXPERTS_LACKING}
+    ):
+        files.damage.append(Fact(Kind.EXTRAS_LOST, "optimizer"))
+        has_optimizer = False
+    merged = container(files, root, weights, optimizer, has_optimizer)
     if "args" in merged:
         merged["args"] = megatron.whole_arguments(merged["args"])
     if LIGHTNING_RELEASE in merged:

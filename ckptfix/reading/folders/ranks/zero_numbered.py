@@ -12,6 +12,7 @@ Sources: ``deepspeed/runtime/engine.py`` (``_save_moe_checkpoint``), ``runtime/f
 ``moe/utils.py`` (0.12 to 0.19)."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -19,13 +20,15 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Kind
 from ckptfix.core.parts import Shape, Shapes
+from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import Optimizer, optimizer_of
 from ckptfix.maps.recipes import Layout, namings, number_of
 from ckptfix.reading.folders.ranks.files import RankFiles, by_rank
 from ckptfix.reading.folders.ranks.names import ZERO_EXPERT_OPTIM
-from ckptfix.reading.folders.ranks.partition import WHOLE, Joining, SplitOf
+from ckptfix.reading.folders.ranks.partition import WHOLE, Joining, SplitOf, emptied
 
 _INNER, _MASTERS, _FLAT = "optimizer_state_dict", "fp32_groups", "fp32_groups_flat"
 _DIVIDED = re.compile(r"ep_size_(\d{1,6})")  # the name of a group of experts that are divided over so many ranks
@@ -40,6 +43,7 @@ def merged_optimizer(
     """Return the optimizer that was saved without ZeRO; None if there is none, or if its ranks cannot be merged.
 
     ``plain`` has the shapes of the parameters that are not experts."""
+    path = str(files.folder)
     saved = {(model, rank): file for (rank, model), file in by_rank(files.folder, ZERO_EXPERT_OPTIM).items()}
     holders = {place: files.root(file) for place, file in saved.items()} or {
         (model, 0): root for model, root in enumerate(roots)
@@ -49,30 +53,31 @@ def merged_optimizer(
         for place, root in holders.items()
         if isinstance(root, dict) and (made := NumberedOptimizer.of(root.get("optimizer"))) is not None
     }
-    if not found or len(found) < len(holders):
+    if not found or (len(found) < len(holders) and not saved):
         return None
     count = next(iter(found.values())).ranks if saved else 1
     for model in range(len(roots) if saved and count else 0):
         own = {rank: file for (other, rank), file in saved.items() if other == model}
         if len(own) % count:  # more are copies, for another layer with experts over more ranks
             files.note_missing(count, own, f"expp_rank_{{}}_mp_rank_{model:02d}_optim_states.pt")
-    if any(fact.kind is not Kind.EXPERTS_LACKING or not saved for fact in files.damage):
+    if any(fact.kind is Kind.STATES_LACKING or not saved for fact in files.damage):
         return None
     names = {place: saved[place].name if saved else f"mp_rank_{place[0]:02d}_model_states.pt" for place in found}
     if files.of_another_save({place: made.save for place, made in found.items()}, names, "groups or step"):
         return None
     files.note_foreign({names[place]: {"param_groups": made.settings} for place, made in found.items()})
-    ranks = [
-        [made for (other, rank), made in found.items() if other == model and rank < count]
-        for model in range(len(roots))
-    ]
     files.note_repeated({names[place]: made.of_experts for place, made in found.items() if place[1] < count})
+    ranks: list[list[NumberedOptimizer]] = []
+    for model in range(len(roots)):
+        held = {rank: made for (other, rank), made in found.items() if other == model and rank < count}
+        like = next(iter(held.values()), None)  # ranks without a file have the groups and shapes of this one
+        ranks.append([held.get(rank) or like.emptied(path) for rank in range(count)] if like else [])
     if not count or any(len(own) != count for own in ranks):
         return None
     module = roots[0]["module"]
     keys = ((key, EXPERT_KEY.fullmatch(key)) for key in module if saved and key not in plain)
     parameters = [(int(match[2]), match[1], match[3], module[key].shape) for key, match in keys if match is not None]
-    return _merge(ranks, plain, ExpertShapes.of(parameters, count), joining, split_of)
+    return _merge(ranks, plain, ExpertShapes.of(parameters, count), joining, split_of, files.lacking)
 
 
 class NumberedOptimizer(Struct):
@@ -119,6 +124,19 @@ class NumberedOptimizer(Struct):
     def of_experts(self) -> list[Any]:
         """The state that no other rank has."""
         return [dict(self.optimizer.row(number)) for number in self.among(self.experts).ids]
+
+    def emptied(self, path: str) -> "NumberedOptimizer":
+        """Return the optimizer of a rank whose file is lost: this one, with the bytes of experts marked as lost."""
+        experts = {*self.among(self.experts).ids}
+        inner = self.root.get(_INNER, self.root)
+        rows = {number: emptied(row, path) if number in experts else row for number, row in inner["state"].items()}
+        root: dict[str, Any] = {**inner, "state": rows}
+        if _INNER in self.root:
+            root = {**self.root, _INNER: root}
+        if _MASTERS in root:
+            held = [[*emptied(dict(enumerate(group)), path).values()] for group in root[_MASTERS]]
+            root[_MASTERS] = [held[at] if at in self.experts else group for at, group in enumerate(root[_MASTERS])]
+        return NumberedOptimizer.of(root) or self
 
     def among(self, groups: Sequence[int]) -> Optimizer:
         """Return the optimizer with only these groups."""
@@ -203,8 +221,10 @@ def _merge(
     experts: ExpertShapes | None,
     joining: Joining,
     split_of: SplitOf,
+    lacking: Counter[str],
 ) -> dict[str, Any] | None:
     """Return the root of the optimizer of all ranks; None if it is unknown which parameters its numbers belong to.
+    Lost bytes are counted in ``lacking``.
 
     ``ranks`` has the ranks of experts for each tensor-parallel rank. ``shapes`` are those of the parameters that are
     not experts, on one rank, in the model's order."""
@@ -237,5 +257,9 @@ def _merge(
     fields = parts[0]
     if len(parts) > 1:
         fields = {field: dict(joining.join([part.get(field, {}) for part in parts], split_of)) for field in fields}
+    for field, values in fields.items():
+        for name, value in values.items():
+            if isinstance(value, TensorSpec) and is_torn(value):
+                lacking[f"{'fp32' if field == _MASTERS else field} of {name}"] += value.nbytes
     order = [own_names for _, own_names in sorted([*zip(plain, names, strict=True), *zip(apart, every, strict=True)])]
     return first.rebuilt(order, fields)

@@ -653,7 +653,7 @@ def test_ranks_of_optimizers_without_zero_are_all_there_and_of_one_save(tmp_path
         got = ckptfix.open_checkpoint(folder, salvage=True)
         root: Any = got.root
         assert {*got.keys()} == {key for key in truth if "/" not in key} | {"cnt"}
-        assert "optimizer" not in root
+        assert ("optimizer" in root) is (change == "cut")  # only the end of the archive's directory is lost
 
 
 def _age(states: Any) -> None:

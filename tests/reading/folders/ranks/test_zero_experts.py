@@ -49,7 +49,37 @@ def test_a_missing_expert_without_masters_costs_its_own_weights(tmp_path: Path, 
     weights = {key: value for key, value in truth.items() if "/" not in key and not key.startswith(LOST)}
     assert rest["module"].keys() - {"cnt"} == weights.keys()
     assert all(bytes_of(rest["module"][key]) == bytes_of(value) for key, value in weights.items())
-    assert ("optimizer" in rest) is (change == "missing")
+    assert "optimizer" in rest
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("change", ["missing", "unreadable"])
+def test_the_optimizer_of_lost_experts_is_named_with_its_bytes(tmp_path: Path, change: str, rank: int) -> None:
+    folder, truth = unpacked("moe_zero0_w2_ep2", tmp_path)
+    (file,) = folder.glob(f"*/expp_rank_{rank}_*")
+    saved: Any = torch.load(file, weights_only=False)["optimizer"]
+    inner, masters = saved["optimizer_state_dict"], saved["fp32_groups"]
+    groups = [(at, group) for at, group in enumerate(inner["param_groups"]) if group.get("moe")]
+    rows = [inner["state"][number] for _, group in groups for number in group["params"]]
+    held = [value for row in rows for value in row.values() if isinstance(value, torch.Tensor)]
+    held += [master for at, _ in groups for master in masters[at]]
+    if change == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(b"")
+    with pytest.raises(UnreadableError, match=f"{file.name}.*take all 46 tensors with"):
+        ckptfix.open_checkpoint(folder)
+    got = ckptfix.open_checkpoint(folder, salvage=True)
+    (fact,) = [fact for fact in got.damage if fact.kind is Kind.BYTES_LACKING]
+    assert (fact.data["nbytes"], len(fact.data["keys"])) == (sum(value.nbytes for value in held), len(held))
+    number = 4 * rank  # of eight experts
+    assert f"exp_avg of two.deepspeed_moe.experts.deepspeed_experts.{number}.weight" in fact.data["keys"]
+    assert [fact.place for fact in got.damage if fact.kind is Kind.EXTRAS_LOST] == ["optimizer"]
+    report = ckptfix.repair(folder, output=tmp_path / "rest.pth", salvage=True).report
+    assert report.exit_code == 1
+    rest = torch.load(tmp_path / "rest.pth")
+    assert all(bytes_of(value) == bytes_of(truth[key]) for key, value in rest["module"].items() if key in truth)
+    assert "optimizer" not in rest
 
 
 def test_experts_of_a_layer_without_any_file_have_no_names(tmp_path: Path) -> None:

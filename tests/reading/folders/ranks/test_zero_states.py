@@ -122,7 +122,10 @@ def test_a_lost_tensor_parallel_rank_without_zero_costs_what_was_split(
     split = {key for key in weights if "_proj" in key or key == "lm_head.weight"}
     nbytes = sum(weights[key].numel() * 4 for key in split) // 2
     opened = file.with_name(f"mp_rank_0{1 - rank}_model_states.pt") if is_named else folder
-    said = rf"lacks the model states {file.name}; lacks {nbytes} bytes of {len(split)} tensors .* lost: fetch the mis"
+    left_out = "has lost tensors in optimizer, which is left out"
+    said = (
+        f"lacks the model states {file.name}; {left_out}; lacks {nbytes} bytes of {len(split)} tensors .* lost: fetch"
+    )
     with pytest.raises(UnreadableError, match=said) as caught:
         ckptfix.open_checkpoint(opened)
     assert {*caught.value.data["lost"]} == split
