@@ -57,6 +57,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
             concise_lines,
             full_lines,
             is_one_rank,
+            is_refused,
             is_resumable,
             merge_command,
             reading_code,
@@ -89,6 +90,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
                 merging=merging,
                 folder=report.source if merging and not is_folder else subject.folder,
                 is_rank=is_one_rank(report),
+                is_refused=is_refused(report),
                 is_resumable=merging == "" or is_resumable(checkpoint),
                 keeps_weights=any(Blocks.FILLING in finding.blocks for finding in report.findings),
             )

@@ -67,8 +67,8 @@ class MessageContext(Struct, frozen=True):
     its model, as words, the file's entries, the Python expression for its state_dict, empty for a file that cannot be
     read, the command that merges the files of a training run, empty unless it is a folder of them, the command that
     saves the intact part of a file that cannot be read, whether it cannot be read, whether it is one rank's part,
-    whether DeepSpeed can resume from it as a universal checkpoint, and whether its weights must not be replaced by
-    untrained ones."""
+    whether DeepSpeed can resume from it as a universal checkpoint, whether its weights must not be replaced by untrained
+    ones, and whether it has a defect with which no option of a repair makes it write a file."""
 
     file: str | None = None
     model: tuple[str, ...] = ()
@@ -81,17 +81,20 @@ class MessageContext(Struct, frozen=True):
     is_resumable: bool = True
     folder: str = ""
     keeps_weights: bool = False
+    is_refused: bool = False
 
-    def offers(self, needed: Requirement) -> bool:
-        """Return whether a step with these needs works, as far as is known."""
+    def offers(self, step: Advice) -> bool:
+        """Return whether a step works, as far as is known."""
+        needed = step.needed
         if self.is_unreadable:
             return needed is Requirement.NOTHING or (needed is Requirement.PART and self.salvaging != "")
         is_folder = self.folder != "" and self.folder == self.file
         lacking = {
+            Requirement.PART: step.salvages and (self.is_rank or self.is_refused),
             Requirement.FILE: is_folder,
-            Requirement.WHOLE: self.is_rank,
-            Requirement.RANKS: self.is_rank and is_folder,
-            Requirement.RESUMABLE: not self.is_resumable,
+            Requirement.WHOLE: self.is_rank or self.is_refused,
+            Requirement.RANKS: is_folder if self.is_rank else self.is_refused,
+            Requirement.RESUMABLE: self.is_refused or not self.is_resumable,
         }
         return not lacking.get(needed, False)
 
@@ -105,7 +108,7 @@ def filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject
         "MODEL": shell_join(subject.model[1:2]) if subject.model[:1] == ("--model",) else MODEL,
     }
     for each in advice:
-        if not subject.offers(each.needed):
+        if not subject.offers(each):
             continue
         command = each.command
         if subject.keeps_weights and "--fill target" in command:

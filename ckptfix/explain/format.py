@@ -17,7 +17,7 @@ from ckptfix.errors import CkptfixError, Opt, WriteError
 from ckptfix.explain.advice import FILE, FOLDER, MODEL, Advice
 from ckptfix.explain.explanation import Explanation, KnownMessage
 from ckptfix.reading.folders.folders import OF_TRAINING
-from ckptfix.report.advice import Presentation, message_with_count, suggested
+from ckptfix.report.advice import Presentation, message_with_count, remedies_of, suggested
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import Line, Span
 from ckptfix.rules import FITTING, OF_FILES, OF_MISFITS, named
@@ -88,7 +88,7 @@ def _what_it_holds(report: Report) -> str:
 def merge_command(report: Report, choices: Mapping[str, Any]) -> str:
     """Return the command that puts the files of a training run together; empty for what is not a folder of them, or
     has files of which no whole can be made."""
-    if report.format not in OF_TRAINING or any(Blocks.WRITING in finding.blocks for finding in report.findings):
+    if report.format not in OF_TRAINING or is_refused(report):
         return ""
     parts = [finding for finding in report.findings if finding.name == "shard-of-weights"]
     needed = {
@@ -113,6 +113,14 @@ def is_one_rank(report: Report) -> bool:
     if report.format in OF_TRAINING:
         return False
     return any(each.name == "shard-of-weights" and each.level is Level.ERROR for each in report.findings)
+
+
+def is_refused(report: Report) -> bool:
+    """Return whether no option makes a repair write a file, because of a defect such as copied ranks."""
+    return any(
+        Blocks.WRITING in each.blocks and not (each.is_fixable or any(remedy.options for remedy in remedies_of(each)))
+        for each in report.findings
+    )
 
 
 def is_resumable(checkpoint: Checkpoint) -> bool:

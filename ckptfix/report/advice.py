@@ -218,7 +218,7 @@ def blocking_findings(report: Report, remedies: Collection[Remedy]) -> list[Find
         return covered > 0 and (is_last or covered == len(finding.keys))
 
     open_ones = [finding for finding in remaining if not (report.is_fixable(finding) or is_cured(finding))]
-    errors = [finding for finding in open_ones if finding.level is Level.ERROR]
+    errors = [each for each in open_ones if each.level is Level.ERROR or Blocks.WRITING in each.blocks]
     blocking = [each for each in errors if each.blocks or (report.obstacles and each.subject is Subject.FIT)]
     if any(finding.subject is Subject.NAMES and _offers_sets(finding) for finding in remaining):
         # Each of the offered sets has names that fit, but what was examined is all of them together.

@@ -366,6 +366,45 @@ def test_every_step_works_on_a_folder_that_lacks_ranks(tmp_path, text, name):
         assert run_here(*shlex.split(one)[1:], cwd=tmp_path).returncode < 2, one
 
 
+def copy_over(one, other):
+    other.write_bytes(one.read_bytes())
+
+
+def swap(one, other):
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def keep_first(one, other):
+    for each in sorted(one.parent.glob("*.pt")):
+        if each != one:
+            each.unlink()
+
+
+@pytest.mark.parametrize("file", ["saved", "one"])
+@pytest.mark.parametrize(
+    ("kind", "pattern", "change"),
+    [
+        ("zero3_w2_fp32_g1", "*/*optim_states.pt", copy_over),
+        ("zero3_w2_fp32_g1", "*/*optim_states.pt", swap),
+        ("zero2_w3_fp32_g1", "*/*optim_states.pt", swap),
+        ("fsdp2_w4", "*_rank_*.pt", copy_over),
+        ("hsdp_w4", "rank_*.pt", keep_first),
+    ],
+)
+def test_no_step_is_printed_that_writes_nothing(tmp_path, kind, pattern, change, file):
+    saved, _ = unpacked(kind, tmp_path)
+    one, other = sorted(saved.glob(pattern))[:2]
+    change(one, other)
+    name = file if file == "saved" else str(one.relative_to(tmp_path))
+    for text in ("ValueError: Expected 4 of '*_optim_states.pt' under 'saved' but found 3 files.", "'state_dict'"):
+        done = run_here("explain", text, "--file", name, cwd=tmp_path)
+        for command in re.findall(r"(?:run|itself): (ckptfix (?!.*FOLDER).*)", done.stdout):
+            pasted = run_here(*shlex.split(command)[1:], cwd=tmp_path)
+            assert command.startswith("ckptfix check") or re.search("written: (?!nothing)", pasted.stdout), command
+
+
 def test_without_an_optimizer_no_universal_checkpoint_is_suggested(tmp_path):
     unpacked("fsdp2_w4", tmp_path)
     text = "The checkpoint being loaded used a DP world size of 2 but the current DP world size is 4."
