@@ -67,8 +67,8 @@ class MessageContext(Struct, frozen=True):
     its model, as words, the file's entries, the Python expression for its state_dict, empty for a file that cannot be
     read, the command that merges the files of a training run, empty unless it is a folder of them, the command that
     saves the intact part of a file that cannot be read, whether it cannot be read, whether it is one rank's part,
-    whether DeepSpeed can resume from it as a universal checkpoint, whether its weights must not be replaced by untrained
-    ones, and whether it has a defect with which no option of a repair makes it write a file."""
+    whether DeepSpeed can resume from it as a universal checkpoint, whether its weights must not be replaced by
+    untrained ones, and whether it has a defect with which no option of a repair makes it write a file."""
 
     file: str | None = None
     model: tuple[str, ...] = ()

@@ -400,9 +400,9 @@ def test_no_step_is_printed_that_writes_nothing(tmp_path, kind, pattern, change,
     name = file if file == "saved" else str(one.relative_to(tmp_path))
     for text in ("ValueError: Expected 4 of '*_optim_states.pt' under 'saved' but found 3 files.", "'state_dict'"):
         done = run_here("explain", text, "--file", name, cwd=tmp_path)
-        for command in re.findall(r"(?:run|itself): (ckptfix (?!.*FOLDER).*)", done.stdout):
-            pasted = run_here(*shlex.split(command)[1:], cwd=tmp_path)
-            assert command.startswith("ckptfix check") or re.search("written: (?!nothing)", pasted.stdout), command
+        for step in re.findall(r"(?:run|itself): (ckptfix (?!.*FOLDER).*)", done.stdout):
+            pasted = run_here(*shlex.split(step)[1:], cwd=tmp_path)
+            assert step.startswith("ckptfix check") or re.search("written: (?!nothing)", pasted.stdout), step
 
 
 def test_without_an_optimizer_no_universal_checkpoint_is_suggested(tmp_path):

@@ -395,7 +395,8 @@ class _RankMerge:
                 moved = [mark for mark in self.files.remarks if mark.kind is Kind.RANK_RENAMED]
                 for mark in moved:  # the ranks say which parts they hold, so what is left is in its place
                     del self.files.remarks[mark]
-                why = "; ".join(f"{mark.place} {clause(mark)}" for mark in moved) or "one was copied over another, or is from another save"
+                marks = "; ".join(f"{mark.place} {clause(mark)}" for mark in moved)
+                why = marks or "one was copied over another, or is from another save"
                 lacks = f"its ranks hold {held} of the {spec.numel} elements of {name} ({why})"
                 self.files.damage.append(Fact.of(Kind.CHUNKS_LACKING, error=lacks))
             return gone(name, spec, self.path)
