@@ -59,6 +59,65 @@ def test_a_missing_last_rank_is_known_by_the_optimizer(saved: Path) -> None:
         ckptfix.open_checkpoint(saved)
 
 
+def rows(saved: Path, ranks: int) -> None:
+    """Leave some ranks, each with three rows of a weight."""
+    for kind in ("model", "optimizer"):
+        for rank in range(WORLD):
+            file = saved / f"{kind}/pp_00/tp_00/sdp_{rank:02d}.pt"
+            if kind == "model":
+                torch.save({"weight": torch.randn(3, 8), "norm": torch.tensor(1.0)}, file)
+            if rank >= ranks:
+                file.unlink()
+
+
+@pytest.mark.parametrize("beside", ["trainer/rank", "data_reader/dp"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_missing_last_ranks_are_known_by_those_that_saved_more(saved: Path, beside: str, stages: int) -> None:
+    rows(saved, 3)
+    for kind in ("model", "optimizer") if stages == 2 else ():
+        copytree(saved / kind / "pp_00", saved / kind / "pp_01")
+    file = saved / f"{beside}_00.pt"
+    file.parent.mkdir()
+    for rank in range(WORLD * (stages if beside.startswith("trainer") else 1)):
+        file.with_name(file.name.replace("00", f"{rank:02d}")).touch()
+    with pytest.raises(ckptfix.UnreadableError, match=r"lacks 1 rank of 4: model/pp_00/tp_00/sdp_03\.pt"):
+        ckptfix.open_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "processes", "is_noted"),
+    [(4, 4, False), (2, 4, True), (2, 0, True), (1, 1, False)],
+    ids=["all", "replicas", "model-only", "single"],
+)
+def test_a_last_rank_that_may_not_be_the_last_is_a_note(
+    saved: Path, ranks: int, processes: int, is_noted: bool
+) -> None:
+    rows(saved, ranks)
+    for rank in range(processes):
+        file = saved / f"trainer/rank_{rank:02d}.pt"
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    report = ckptfix.check(saved)
+    found = [finding for finding in report.findings if finding.code == "FIL203"]
+    assert [f"sdp_{ranks - 1:02d}.pt is the last readable shard" in finding.message for finding in found] == [
+        True
+    ] * is_noted
+    assert report.exit_code == 0
+
+
+def test_parts_of_weights_that_end_early_need_no_note(saved: Path) -> None:
+    assert not [finding for finding in ckptfix.check(saved).findings if finding.code == "FIL203"]
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_part_of_another_size_is_named(saved: Path, rank: int) -> None:
+    rows(saved, WORLD)
+    torch.save({"weight": torch.randn(5, 8), "norm": torch.tensor(1.0)}, saved / f"model/pp_00/tp_00/sdp_0{rank}.pt")
+    said = rf"rows of weight do not fit \(3 in model/pp_00/tp_00/sdp_00\.pt, 5 in model/pp_00/tp_00/sdp_0{rank}\.pt\)"
+    with pytest.raises(ckptfix.UnreadableError, match=said):
+        ckptfix.open_checkpoint(saved)
+
+
 @pytest.mark.parametrize("change", ["unlink", "empty"])
 @pytest.mark.parametrize(
     ("rank", "lost", "unknown"),
