@@ -15,6 +15,7 @@ from ckptfix.zoo.manifest import Outcome, Record, now, versions
 from ckptfix.zoo.zoo_toml import Treatment
 
 DRAFT = "draft"  # the repaired file, before it is in place
+_COMMAND = r"\bckptfix \w+ '?"  # what is before a path in a command
 SOURCE = "source"  # the folder for copies of a remote source, under their names in the zoo
 
 
@@ -93,14 +94,18 @@ class Job(Struct, frozen=True):
         return self.output
 
     def shown(self, text: str, files: JobFiles) -> str:
-        """Return a message with temporary paths replaced by names in the zoo."""
+        """Return a message with temporary paths replaced by names in the zoo, and in commands by paths."""
         own = f"{files.scratch}/{files.number}."
         goal = self.written_name
         text = text.replace(f"{own}{DRAFT}s/{basename(goal)}", goal).replace(f"{own}{DRAFT}{splitext(goal)[1]}", goal)
         for prefix in (f"{own}{SOURCE}/", own, f"{Path(self.source)}/"):
             if prefix != "./":  # paths below "." have no prefix, and "../" must stay
-                text = re.sub(rf"(?<![\w./-]){re.escape(prefix)}", "", text)
+                text = re.sub(rf"({_COMMAND})?(?<![\w./-]){re.escape(prefix)}", self._begun, text)
         return text
+
+    def _begun(self, found: re.Match[str]) -> str:
+        """Return what replaces the beginning of a path: nothing, or the source in a command."""
+        return f"{found[1]}{self.source.rstrip('/')}/" if found[1] else ""
 
     def record(self, outcome: Outcome, **more: Any) -> Record:
         """Return a record of this job's item."""

@@ -138,8 +138,10 @@ def test_the_command_says_what_to_do(what, flags, tmp_path):
         ("/zoo/old", "/zoo/old/deep/a.pth: is cut short", "deep/a.pth: is cut short"),
         ("old", "/tmp/7.drafts/a.pth: no space", "a.pth: no space"),
         ("old", "/tmp/7.source/a.pth: no (/tmp/7.draft.pth)", "a.pth: no (a.pth)"),
+        ("old", "old/a: use ckptfix repair 'old/a b/c.pt' -o d", "a: use ckptfix repair 'old/a b/c.pt' -o d"),
+        ("s3://zoo", "use ckptfix repair /tmp/7.source/a.pt", "use ckptfix repair s3://zoo/a.pt"),
     ],
-    ids=["the working directory", "relative", "part of another name", "absolute", "shards", "temporary"],
+    ids=["the working directory", "relative", "part", "absolute", "shards", "temporary", "command", "remote command"],
 )
 def test_messages_have_the_names_of_the_zoo(source, text, shown):
     job = Job(7, Item("a.pth", 1, "s", ItemKind.FILE), source, "new", Treatment(), "a.pth", "x")

@@ -1,6 +1,7 @@
 """Folders of ranks in a zoo, and the files that name the latest of them."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import ckptfix
+from tests.cli.programs import run_here
 from tests.reading.folders.ranks.genuine import unpacked
 from tests.zoo import zoos
 
@@ -85,6 +87,15 @@ def test_one_advice_is_given_once(tmp_path: Path) -> None:
         file.unlink()
     done = zoos.migrate_here(old, new, "--only", "saved/global_step1", "--salvage")
     assert done.stdout.count("fetch the missing file") == 1
+
+
+def test_the_command_for_model_states_of_which_the_masters_are_lost_can_be_pasted(tmp_path: Path) -> None:
+    old, new = zoo_of(tmp_path), tmp_path / "new"
+    next(old.rglob("*rank_1_mp*optim_states.pt")).unlink()
+    done = zoos.migrate_here(old, new)
+    (command,) = re.findall(r"ckptfix (repair .*) -o model\.pth", done.stdout)
+    assert run_here(*shlex.split(command), "-o", "model.pth", cwd=tmp_path).returncode == 0
+    assert len(torch.load(tmp_path / "model.pth")["module"]) == 14
 
 
 def test_ranks_that_are_kept_keep_the_name_of_the_latest(tmp_path: Path) -> None:
