@@ -10,10 +10,13 @@ from pathlib import Path
 from msgspec import Struct
 
 _SETTLED = 2_000_000_000  # nanoseconds
+_OF_MACOS = "._"  # beginning of the files with attributes that macOS writes beside each file on other file systems
 
 
 class Listing(Struct, frozen=True):
-    """The names in a folder, in order: of files, of subfolders, and of all else. A link counts as what it leads to."""
+    """The names in a folder, in order: of files, of subfolders, and of all else. A link counts as what it leads to.
+
+    The ``._name`` that macOS writes beside each file on other file systems is left out."""
 
     files: tuple[str, ...]
     folders: tuple[str, ...]
@@ -47,6 +50,8 @@ def _list(folder: Path) -> Listing:
     files, folders, others = list[str](), list[str](), list[str]()
     with os.scandir(folder) as entries:
         for entry in entries:
+            if entry.name.startswith(_OF_MACOS):
+                continue
             try:
                 kind = files if entry.is_file() else folders if entry.is_dir() else others
             except OSError:  # such as a link to itself

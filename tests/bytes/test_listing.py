@@ -21,6 +21,12 @@ def test_links_count_as_what_they_lead_to(tmp_path: Path) -> None:
     assert set(found.names) == {path.name for path in tmp_path.iterdir()}
 
 
+def test_the_attributes_that_macos_keeps_beside_files_are_left_out(tmp_path: Path) -> None:
+    for name in ("a", "._a", ".a", "_"):
+        (tmp_path / name).touch()
+    assert list_folder(tmp_path).names == (".a", "_", "a")
+
+
 def test_a_folder_that_changed_just_now_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     assert stamp_of(tmp_path) is None

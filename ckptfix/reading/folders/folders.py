@@ -139,7 +139,9 @@ def read_folder(path: str, salvage: bool) -> Document:
         if (items := _read_items(folder, salvage)) is not None:
             return items
         if (only := only_checkpoint(folder)) is not None:
-            return read_folder(str(only), salvage) if only.is_dir() else read_document(Content.of_file(str(only)))
+            if only.is_dir():
+                return read_folder(str(only), salvage)
+            return read_siblings(only, salvage) or read_document(Content.of_file(str(only)))
         raise UnreadableError(f"{path}: {_contents(folder)}")
     except OSError as error:
         raise UnreadableError(f"{path}: {why_unopened(path, error)}") from error
@@ -264,14 +266,25 @@ def _read_dcp(folder: Path, salvage: bool, beside: Sequence[Path] = ()) -> Docum
     """Return the document of a DCP folder, merged with the common data that one rank saved, and with the folders
     ``beside`` it that have the rest of the same save."""
     document = dcp.read_folder(folder, salvage)
-    if not isinstance(document.root, dict) or (found := _common(folder, document)) is None:
+    if not isinstance(document.root, dict):
+        return document
+    found, lost = None, list[Fact]()
+    try:
+        found = _common(folder, document)
+    except UnreadableError as error:
+        if not salvage:
+            raise
+        name = next(name for name in COMMON if (folder / name).is_file())
+        lost = [Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error))]
+    if found is None and _is_torch_dist(folder):
         # If an item is damaged, it may be the common data.
-        if _is_torch_dist(folder) and not document.damage:
-            lacks = Fact.of(Kind.SHARDS_MISSING, names=(TORCH_DIST,), keys=0, nbytes=0, total=0)
-            return replace(document, damage=[lacks])
-        return replace(document, root=_with_model(document.root))
+        lacks = Fact.of(Kind.SHARDS_MISSING, names=(TORCH_DIST,), keys=0, nbytes=0, total=0)
+        lost = lost or ([] if document.damage else [lacks])
+        found = TORCH_DIST, Document(document.path, dcp.NAME, {})
+    if found is None:
+        return replace(document, root=_with_model(document.root), damage=[*document.damage, *lost])
     name, common = found
-    damage = [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in common.damage]
+    damage = lost or [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in common.damage]
     for place in beside:
         document, common, more = _merged_with(place, document, common, salvage)
         damage += more

@@ -85,10 +85,10 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
     for key, entry in states[min(states)].items():
         if key in backing:
             continue
-        weights[key] = entry
         copies = [copy for state in states.values() if isinstance(copy := state.get(key), TensorSpec)]
         if copies and not agree(copies, path, reads=False):
             note_copies(files.remarks, (key,))
+        weights[key] = next((copy for copy in copies if not is_torn(copy)), entry)
     files.note_renamed()
     merged = {**first, place: weights}
     for key in [

@@ -120,9 +120,11 @@ def _beside(files: RankFiles) -> Iterator[Beside]:
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of a rank's file if its set has other files, or should have by its name; None otherwise."""
+    """Return the folder of a rank's file if its set has other files, or should have by its name or the start of its
+    content; None otherwise."""
     found = set_of(file)
-    return file.parent if found is not None and found.count > 1 else None
+    is_one = found is not None and (found.count > 1 or any(mark in _head(file) for mark in _MARKS))
+    return file.parent if is_one else None
 
 
 _Copies = dict[Box, list[tuple[int, TensorSpec]]]  # of a part, with their ranks
@@ -283,8 +285,11 @@ class _RankMerge:
                 elif found.plain is None:
                     found.plain, found.plain_in = leaf, [rank]
                 else:
-                    found.plain_in.append(rank)
                     found.differs = found.differs or not agree([found.plain, leaf], self.path, reads=False)
+                    is_copy = (leaf.dtype, leaf.shape) == (found.plain.dtype, found.plain.shape)
+                    is_better = is_copy and is_torn(found.plain) and not is_torn(leaf)
+                    found.plain_in.insert(0 if is_better else len(found.plain_in), rank)
+                    found.plain = leaf if is_better else found.plain
             elif isinstance(leaf, Divided):
                 self._collect_parts(path, rank, leaf)
             if path[-1] in COUNTERS and (isinstance(leaf, TensorSpec) or type(leaf) is int):

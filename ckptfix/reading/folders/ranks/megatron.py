@@ -66,6 +66,9 @@ _LEFT_OUT = frozenset(
 _SETTINGS = ("args", "opt_param_scheduler", "num_floating_point_operations_so_far")
 _NEMO_CONFIG = "model_config.yaml"
 _NEMO_SIZE = re.compile(r"^\s*((?:tensor|pipeline)_model_parallel_size):\s*(\d{1,7})\s*$", re.MULTILINE)
+# In the pickle of a rank, sizes of parallelism above 1, among the arguments, which are at its start.
+_START = 256 << 10
+_DIVIDED = re.compile(rb"(?:tensor|pipeline|expert)_model_parallel_size(?:q.|r....|\x94)?(?:K[^\0\1]|M..)", re.DOTALL)
 _MOST_PARTS = 1 << 12  # parts into which ranks may split a weight
 _DEPTH = 8
 _REPEATED = 1000  # entries of dicts that may occur more than once; a dict that contains itself would never end
@@ -92,8 +95,8 @@ def find(folder: Path) -> Path | None:
     return tagged(folder, LATEST_MEGATRON, _has_ranks, iteration_name)
 
 
-def document(files: RankFiles) -> Document:
-    """Return the document of an iteration of Megatron-LM."""
+def document(files: RankFiles) -> Document | None:
+    """Return the document of an iteration of Megatron-LM; None if a single rank has the whole model."""
     return _Joined(files).document()
 
 
@@ -104,8 +107,16 @@ def folder_of(file: Path) -> Path | None:
 
 
 def _has_ranks(folder: Path) -> bool:
-    """Return whether a folder has the files of two ranks or more."""
-    return len([*islice(_found_in(folder), 2)]) > 1
+    """Return whether a folder has the files of two ranks or more, or of one of several, by the start of its file."""
+    found = [file for _, file in islice(_found_in(folder), 2)]
+    return len(found) > 1 or any(map(_has_others, found))
+
+
+def _has_others(file: Path) -> bool:
+    if file.name == NEMO:
+        return any(int(size) > 1 for _, size in _NEMO_SIZE.findall(small_text(file.parents[1] / _NEMO_CONFIG)))
+    with file.open("rb") as opened:
+        return _DIVIDED.search(opened.read(_START)) is not None
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
@@ -135,8 +146,8 @@ class _Joined:
         self.files, self.path = files, str(files.folder)
         self.joining = Joining(self.path)
 
-    def document(self) -> Document:
-        """Return the merged document; tensors of missing ranks are torn.
+    def document(self) -> Document | None:
+        """Return the merged document; None for a single rank of one. Tensors of missing ranks are torn.
 
         Raises ``UnreadableError`` if a rank is of another save."""
         found = self._of_one_form(_rank_files(self.files.folder))
@@ -170,6 +181,8 @@ class _Joined:
         )
         self.files.note_repeated({names[numbers]: root for numbers, root in roots.items()})
         grid = self._grid(found, sizes)
+        if len(read) == math.prod(grid) == 1:
+            return None
         by_place = {_place(numbers, sizes): root for numbers, root in roots.items()}
         # Before ranks are called missing: with such experts, Megatron writes only some of them.
         if args.get("expert_tensor_parallel_size", grid[0]) != grid[0] and _has_experts(first):

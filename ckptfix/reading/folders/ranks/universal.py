@@ -169,7 +169,7 @@ def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -
     folder = files.folder / PARAMETERS / name
     if Path(name).name != name or not folder.is_dir():
         return
-    for file in sorted(folder.glob("*.pt")):
+    for file in (folder / name for name in list_folder(folder).files if name.endswith(".pt")):
         value = root = files.root(file)
         value = value.get("param") if isinstance(value, dict) else value
         is_step = file.stem == "step"

@@ -131,5 +131,8 @@ def test_a_parameter_with_such_a_name_is_one(tmp_path: Path) -> None:
 def test_a_rank_alone_is_not_the_model(tmp_path: Path) -> None:
     write_fairscale(tmp_path, 2)
     (tmp_path / "checkpoint_last-shard1.pt").unlink()
-    found = [finding for finding in ckptfix.check(tmp_path).findings if finding.code == "FIL105"]
+    with pytest.raises(UnreadableError, match=r"lacks 1 rank of 2: checkpoint_last-shard1\.pt; lacks \d+ bytes"):
+        ckptfix.open_checkpoint(tmp_path)
+    (tmp_path / "checkpoint_last-shard0.pt").rename(alone := tmp_path / "model.pt")
+    found = [finding for finding in ckptfix.check(alone).findings if finding.code == "FIL105"]
     assert [finding.keys for finding in found] == [("decoder.flat_param_0", "decoder.layers.0.flat_param_0")]

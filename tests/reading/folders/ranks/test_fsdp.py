@@ -1,5 +1,6 @@
 """Ranks of FSDP 1 and 2, HSDP and tensor parallelism that torch wrote, compared with torch's own full state_dict."""
 
+import os
 import re
 import shutil
 from collections import OrderedDict
@@ -475,7 +476,7 @@ def test_one_rank_alone_says_what_it_is(tmp_path: Path) -> None:
         UnreadableError, match=r"lacks 1 rank of 2: model_world_size_2_rank_0\.pt; .* lost: fetch the missing file"
     ):
         ckptfix.open_checkpoint(rank_file(folder, 1))
-    alone = rank_file(folder, 1).rename(folder / "rank_1.pt")  # a name without the number of ranks
+    alone = rank_file(folder, 1).rename(folder / "model.pt")
     report = ckptfix.repair(alone, output=tmp_path / "fixed.pt").report
     (finding,) = [found for found in report.findings if found.code == "FIL105"]
     assert "one rank's part of 14 sharded tensors, which 2 ranks share" in finding.message
@@ -584,3 +585,35 @@ def test_the_parts_of_ranks_without_any_elements_may_have_another_empty_shape(tm
             weight._local_tensor = torch.empty(0, 0)
         torch.save({"w": weight}, tmp_path / f"rank_{rank}.pt")
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w"), torch.arange(4.0).view(2, 2))
+
+
+@pytest.mark.parametrize("name", ["hsdp_w4", "fsdp2tp_w4"])
+@pytest.mark.parametrize("share", [0.5, 0.55, 0.6, 0.65, 0.7])
+def test_buffers_are_those_of_another_rank_if_the_file_of_the_first_is_cut_short(
+    tmp_path: Path, name: str, share: float
+) -> None:
+    folder, truth = saved(tmp_path, name)
+    first = folder / "rank_0.pt"
+    os.truncate(first, int(first.stat().st_size * share))
+    got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
+    for key in ("blocks.0.scale", "blocks.1.scale"):
+        assert bytes_of(got[key]) == bytes_of(truth["model"][key])
+    assert all(bytes_of(got[key]) == bytes_of(truth["model"][key]) for key in got)
+
+
+@pytest.mark.parametrize("name", ["hsdp_w4", "fsdp2tp_w4"])
+def test_a_rank_without_the_others_names_them(tmp_path: Path, name: str) -> None:
+    """Its tensors say how many ranks there were."""
+    folder, _ = saved(tmp_path, name)
+    for rank in (0, 2, 3):
+        rank_file(folder, rank).unlink()
+    for named in (folder, folder / "rank_1.pt"):
+        with pytest.raises(UnreadableError, match=r"lacks 3 ranks of 4: rank_0\.pt, rank_2\.pt, rank_3\.pt"):
+            ckptfix.open_checkpoint(named)
+
+
+def test_files_that_macos_writes_beside_ranks_are_no_ranks(tmp_path: Path) -> None:
+    folder, truth = saved(tmp_path, "hsdp_w4")
+    for file in list(folder.iterdir()):
+        file.with_name(f"._{file.name}").write_bytes(b"\x00\x05\x16\x07")
+    assert ckptfix.open_checkpoint(folder).state_dict().keys() == truth["model"].keys()

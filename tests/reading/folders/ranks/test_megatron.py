@@ -1,5 +1,6 @@
 """Megatron's ranks: genuine ones from megatron-core, and small ones of every kind of parallelism."""
 
+import shutil
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import ckptfix
-from ckptfix.core.facts import Kind
+from ckptfix.core.facts import Kind, clauses
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.boxes import row_major_bytes
@@ -30,6 +31,43 @@ def test_genuine_ranks_are_what_megatron_loads_on_one(tmp_path: Path) -> None:
     assert checkpoint.specs.keys() == wanted.keys()
     for key, value in wanted.items():
         assert (got[key].shape, bytes_of(got[key])) == (value.shape, bytes_of(value)), key
+
+
+RANK = "iter_0000001/mp_rank_00_000"
+
+
+@pytest.mark.parametrize("named", ["", RANK, f"{RANK}/model_optim_rng.pt"])
+def test_a_rank_without_the_others_is_not_the_model(tmp_path: Path, named: str) -> None:
+    """Its arguments say how many there were."""
+    folder, truth = unpacked("megatron_tp2pp2", tmp_path)
+    for other in ("mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"):
+        shutil.rmtree(folder / "iter_0000001" / other)
+    with pytest.raises(UnreadableError, match="lacks 3 ranks of 4: mp_rank_00_001, mp_rank_01_000, mp_rank_01_001"):
+        ckptfix.open_checkpoint(folder / named)
+    got = ckptfix.open_checkpoint(folder / named, salvage=True).state_dict()
+    weights = {key: value for key, value in got.items() if isinstance(value, torch.Tensor)}
+    assert weights
+    assert all(bytes_of(value) == bytes_of(truth[key]) for key, value in weights.items())
+
+
+def test_the_folder_of_a_rank_stands_for_all(tmp_path: Path) -> None:
+    folder, truth = unpacked("megatron_tp2pp2", tmp_path)
+    checkpoint = ckptfix.open_checkpoint(folder / RANK)
+    assert {key: bytes_of(checkpoint.read(key)) for key in checkpoint.specs} == {
+        key: bytes_of(value) for key, value in truth.items() if isinstance(value, torch.Tensor)
+    }
+
+
+def test_a_model_of_one_rank_is_a_file(tmp_path: Path) -> None:
+    for world in (1, 2):
+        folder = tmp_path / f"{world}" / "iter_0000001" / "mp_rank_00"
+        folder.mkdir(parents=True)
+        sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+        args = Namespace(**sizes, unlike_tensor_model_parallel_size=world)
+        weights = {"language_model": torch.ones(2)}
+        torch.save({"args": args, "iteration": 1, "model": weights}, folder / "model_optim_rng.pt")
+        checkpoint = ckptfix.open_checkpoint(folder.parents[1])
+        assert (checkpoint.format, [*checkpoint.specs]) == ("torch-zip", ["language_model"])
 
 
 def test_what_is_written_is_of_one_rank(tmp_path: Path) -> None:
@@ -57,6 +95,21 @@ def test_layers_that_torch_dist_stacks_are_one_by_one(tmp_path: Path) -> None:
     torch.save([1, 2], folder / "common.pt")
     with pytest.raises(UnreadableError, match=r"common\.pt: lacks the data next to the chunks"):
         ckptfix.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("lost", ["missing", "empty", "no dict"])
+def test_layers_are_one_by_one_without_the_common_data(tmp_path: Path, lost: str) -> None:
+    folder, truth = unpacked("megatron_dist_tp2pp2", tmp_path)
+    common = folder / "common.pt"
+    common.unlink()
+    if lost != "missing":
+        torch.save([1, 2], common) if lost == "no dict" else common.touch()
+    with pytest.raises(UnreadableError, match=r"common\.pt"):
+        ckptfix.open_checkpoint(folder)
+    checkpoint = ckptfix.open_checkpoint(folder, salvage=True)
+    assert (checkpoint.container, checkpoint.specs.keys()) == (("model",), truth.keys())
+    assert all(bytes_of(checkpoint.read(key)) == bytes_of(value) for key, value in truth.items())
+    assert "common.pt" in clauses(checkpoint.damage)
 
 
 @pytest.mark.parametrize("change", ["other-depth", "numbered", "other-arguments"])

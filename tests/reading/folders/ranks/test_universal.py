@@ -243,3 +243,11 @@ def test_the_highest_moments_of_amsgrad_may_equal_the_moments(tmp_path: Path) ->
     (odd,) = (finding for finding in ckptfix.check(folder).findings if finding.level)
     assert "ln.bias/max_exp_avg_sq.pt" in odd.message
     assert "l2.bias/max_exp_avg_sq.pt" in odd.message
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_files_that_macos_writes_beside_others_are_not_moments(tmp_path: Path, name: str) -> None:
+    folder, truth = unpacked(name, tmp_path)
+    for file in list(folder.rglob("*")):
+        file.with_name(f"._{file.name}").write_bytes(b"\x00\x05\x16\x07")
+    assert ckptfix.open_checkpoint(folder).state_dict().keys() == truth.keys()
