@@ -30,7 +30,7 @@ NANOTRON = "nanotron"
 _PLAIN_PARTS = (
     (r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors", "vLLM", ""),
     (r"rank(\d{1,5})\.safetensors", "TensorRT-LLM", '"tp_size"'),
-    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\S*\.safetensors", NANOTRON, ""),
+    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-(?!1\D)\d{1,5}\S*\.safetensors", NANOTRON, ""),
     (r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt", "metaseq", ""),
     (r"model_[tw]p(\d{1,5}(?:_wp\d{1,5})?_pp\d{1,5}(?:_dp\d{1,5})?)\.pt", "InternEvo", ""),
 )
@@ -123,7 +123,8 @@ def may_be_rank(path: str) -> bool:
 
 def named_part(path: Path) -> RankShard | None:
     """Return which part of a model a file of plain tensors is, by the names that vLLM (``sharded_state``),
-    TensorRT-LLM, NeMo and others give to ranks; None if it is none, or has no others beside it."""
+    TensorRT-LLM, NeMo and others give to ranks; None if it is none, or if neither its name nor those beside it show
+    other ranks."""
     if may_be_rank(str(path)):
         from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO  # few files need its patterns
 
@@ -132,10 +133,11 @@ def named_part(path: Path) -> RankShard | None:
     for pattern, maker, says in _PLAIN_PARTS:
         if re.fullmatch(pattern, path.name) and path.is_file():
             numbers = {found[1] for other in path.parent.iterdir() if (found := re.fullmatch(pattern, other.name))}
-            if says in small_text(path.with_name("config.json")) and any(number.strip("0_wpd") for number in numbers):
+            are_several = maker == NANOTRON or any(number.strip("0_wpd") for number in numbers)
+            if says in small_text(path.with_name("config.json")) and are_several:
                 remedy = f"load it with {maker} on as many GPUs, or name the weights that it was made from"
                 if maker == NANOTRON:
-                    remedy = "name the folder of the save, which has checkpoint_metadata.json"
+                    remedy = "name the folder of the save that it was copied from"
                 return RankShard(_PART.format(maker), remedy)
     return None
 

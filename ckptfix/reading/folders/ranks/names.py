@@ -18,7 +18,7 @@ LLAMA_SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth?")
 LLAMA_PARAMS = "params.json"
 NANOTRON_METADATA, NANOTRON_MODEL = "checkpoint_metadata.json", "model"
 NANOTRON_PART = re.compile(
-    r"model_(?P<leaf>.+?)(?:_pp-rank-\d{1,7}-of-\d{1,7}_tp-rank-(?P<rank>\d{1,7})-of-(?P<ranks>\d{1,7})"
+    r"model_(?P<leaf>\w+?)(?:_pp-rank-(?P<stage>\d{1,7})-of-(?P<stages>\d{1,7})_tp-rank-(?P<rank>\d{1,7})-of-(?P<ranks>\d{1,7})"
     r"(?:_exp-rank-(?P<group>\d{1,7})-of-(?P<groups>\d{1,7}))?)?\.safetensors"
 )
 FAIRSEQ2_RANK = re.compile(r"sdp_(\d{2,7})\.pt")

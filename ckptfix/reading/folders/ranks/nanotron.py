@@ -8,11 +8,14 @@ Sources: ``nanotron/serialize/weights.py``, ``serialize/metadata.py``, ``paralle
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from ckptfix.bytes.files import small_text
 from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind, clauses
@@ -33,36 +36,55 @@ _NUMBER = re.compile(r"(\d+)")
 _SIZE = re.compile(r"(?:np\.int\d+\()?(\d+)")
 _OF_TENSORS, _OF_GROUPS = re.compile(r"(?<=tp-rank-)\d+"), re.compile(r"(?<=exp-rank-)\d+")
 _OF_EXPERTS = re.compile(r"tp-rank-\d+-of-\d+_exp-rank-\d+-of-\d+")
+_CONFIG, _LAYERS = "model_config.json", re.compile(r'"num_hidden_layers"\s*:\s*(\d{1,7})\b')
+_OF_LAYER = re.compile(r"model\.decoder\.(\d+)\.")
+_MOST_SEARCHED = 32  # folders in which the first parameter is looked for
 _SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
 
 
 def find(folder: Path) -> Path | None:
-    """Return the folder of a save: this one, or that of the step in ``latest.txt``; None if there is none."""
-    return tagged(
-        folder,
-        LATEST_NANOTRON,
-        lambda place: (place / NANOTRON_METADATA).is_file() and (place / NANOTRON_MODEL).is_dir(),
-    )
+    """Return the folder of a save: this one, that of the step in ``latest.txt``, or the one of which this is the folder
+    of a parameter; None if there is none."""
+    for name in list_folder(folder).files:
+        if NANOTRON_PART.fullmatch(name) and (save := folder_of(folder / name)) is not None:
+            return save
+    return tagged(folder, LATEST_NANOTRON, _is_save)
+
+
+def _is_save(place: Path) -> bool:
+    """Return whether a folder is a save, also if its metadata is missing, which no weight needs."""
+    model = place / NANOTRON_MODEL
+    if not model.is_dir() or (place / NANOTRON_METADATA).is_file():
+        return model.is_dir()
+    inside = (name for _, folder in islice(_folders(model), _MOST_SEARCHED) for name in list_folder(folder).files)
+    return any((match := NANOTRON_PART.fullmatch(name)) and match["rank"] for name in inside)
 
 
 def folder_of(file: Path) -> Path | None:
     """Return the folder of the save if the file is that of a parameter and rank; None otherwise."""
     if (match := NANOTRON_PART.fullmatch(file.name)) is None or match["rank"] is None:
         return None
-    above = (place for place in file.parents if place.name == NANOTRON_MODEL)
-    return next((place.parent for place in above if (place.parent / NANOTRON_METADATA).is_file()), None)
+    above = [place for place in file.parents if place.name == NANOTRON_MODEL]
+    with_metadata = (place.parent for place in above if (place.parent / NANOTRON_METADATA).is_file())
+    nested = (place.parent.parent for place in above if place.parent.name == NANOTRON_MODEL)
+    return next(with_metadata, next(nested, None))
 
 
 def document(files: RankFiles) -> Document:
     """Return the document of a save: a flat state_dict with the names of the modules."""
     found: dict[str, dict[int, Path]] = {}
     counts: dict[str, int] = {}
+    stages: set[int] = set()
+    last = 0
     for names, folder in _folders(files.folder / NANOTRON_MODEL):
         for match in filter(None, map(NANOTRON_PART.fullmatch, list_folder(folder).files)):
             name, ranks = ".".join((*names, match["leaf"])), int(match["ranks"] or 1)
             rank = int(match["group"] or 0) * ranks + int(match["rank"] or 0)
             add_rank(found.setdefault(name, {}), rank, folder / match[0])
             counts[name] = ranks * int(match["groups"] or 1)
+            if match["stage"]:
+                stages.add(int(match["stage"]))
+                last = max(last, int(match["stages"]) - 1)
     found = {name: dict(sorted(found[name].items())) for name in sorted(found, key=_natural)}
     lacking = {name: counts[name] - len(held) for name, held in found.items() if len(held) < counts[name]}
     if lacking:
@@ -75,13 +97,27 @@ def document(files: RankFiles) -> Document:
             absent = (islice(_absent(files, found[name], counts[name]), LISTED) for name in lacking)
             names = tuple(chain.from_iterable(absent))
             files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=names, keys=len(lacking), nbytes=0, total=0))
+    if len(stages) <= last and not _has_all_layers(files.folder, found):
+        absent_stages = (stage for stage in range(last + 1) if stage not in stages)
+        named = tuple(f"model_*_pp-rank-{stage}-of-{last + 1}_*.safetensors" for stage in islice(absent_stages, LISTED))
+        files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=named, keys=0, nbytes=0, total=0))
+        files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost="the layers of missing stages")] = None
     wholes = {name: _whole(files, name, held, name in lacking) for name, held in found.items()}
     weights = OrderedDict((name, spec) for name, spec in wholes.items() if spec is not None)
     if not weights:
         raise damaged(files.folder, clauses(files.damage) or "has no weights")
     if (files.folder / "optimizer").is_dir():
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
-    return files.document(NAME, weights, f"nanotron, {counted(max(counts.values()), 'tensor-parallel rank')}")
+    made = files.document(NAME, weights, f"nanotron, {counted(max(counts.values()), 'tensor-parallel rank')}")
+    return replace(made, lost={name: None for name, spec in wholes.items() if spec is None})
+
+
+def _has_all_layers(folder: Path, names: Iterable[str]) -> bool:
+    """Return whether a save has as many layers as its configuration says. A stage may have only tied parameters, which
+    another one saves."""
+    stated = _LAYERS.search(small_text(folder / _CONFIG))
+    layers = {match[1] for match in map(_OF_LAYER.match, names) if match}
+    return stated is not None and int(stated[1]) == len(layers)
 
 
 def _absent(files: RankFiles, held: Mapping[int, Path], count: int) -> Iterator[str]:

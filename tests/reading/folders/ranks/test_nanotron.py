@@ -3,6 +3,7 @@
 import json
 from itertools import accumulate
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import torch
@@ -113,8 +114,8 @@ def test_the_latest_of_several_saves(tmp_path: Path) -> None:
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).read(key), value)
 
 
-def one(folder: Path, name: str, rank: int = 1) -> Path:
-    (found,) = folder.rglob(f"{name}/model_weight_*_tp-rank-{rank}-of-2.safetensors")
+def one(folder: Path, name: str, rank: int = 1, ranks: int = 2) -> Path:
+    (found,) = folder.rglob(f"{name}/model_weight_*_tp-rank-{rank}-of-{ranks}.safetensors")
     return found
 
 
@@ -142,6 +143,61 @@ def test_a_missing_file_of_one_parameter_is_named_with_its_folder(tmp_path: Path
     got = ckptfix.open_checkpoint(tmp_path, salvage=True)
     assert set(got.lost) == {name}
     assert all(torch.equal(got.read(key), value) for key, value in whole.items() if key != name)
+
+
+@pytest.mark.parametrize(("layer", "stage"), [(10, 1), (2, 0)])
+@pytest.mark.parametrize("layers", [None, 2, 1])
+def test_a_missing_stage_is_named(tmp_path: Path, layer: int, stage: int, layers: int | None) -> None:
+    """Unless the configuration says that all layers are there: a stage may have only tied parameters."""
+    whole = write(tmp_path, 2)
+    for folder in (f"decoder/{layer}", *(["token_position_embeddings"] if stage == 0 else [])):
+        rmtree(tmp_path / "10/model/model" / folder)
+    if layers:
+        (tmp_path / "10/model_config.json").write_text(json.dumps({"hidden_size": 8, "num_hidden_layers": layers}))
+    kept = {name for name in whole if "decoder" in name and f".{layer}." not in name}
+    kept |= {name for name in whole if "embedding" in name and stage == 1}
+    if layers == 1:
+        assert set(ckptfix.open_checkpoint(tmp_path).specs) == kept
+        return
+    with pytest.raises(UnreadableError, match=rf"lacks the shard model_\*_pp-rank-{stage}-of-2_\*\.safetensors"):
+        ckptfix.open_checkpoint(tmp_path)
+    report = ckptfix.repair(tmp_path, output=tmp_path / "whole.pth", salvage=True).report
+    assert report.exit_code == 1
+    assert torch.load(tmp_path / "whole.pth", weights_only=True).keys() == kept
+
+
+def test_an_unreadable_file_of_a_whole_parameter_is_lost(tmp_path: Path) -> None:
+    whole = write(tmp_path, 2)
+    name = f"{LAYER.format(2)}.input_layernorm.weight"
+    (tmp_path / "10/model" / Path(*name.split(".")[:-1]) / "model_weight.safetensors").write_bytes(b"")
+    with pytest.raises(UnreadableError, match="take 6 of 7 tensors"):
+        ckptfix.open_checkpoint(tmp_path)
+    report = ckptfix.repair(tmp_path, output=tmp_path / "whole.pth", salvage=True).report
+    assert (report.exit_code, [left.keys for left in report.left]) == (1, [(name,)])
+    assert torch.load(tmp_path / "whole.pth", weights_only=True).keys() == whole.keys() - {name}
+
+
+@pytest.mark.parametrize(("ranks", "is_part"), [(2, True), (1, False)])
+def test_one_rank_apart_is_a_part(tmp_path: Path, ranks: int, is_part: bool) -> None:
+    write(tmp_path / "saves", ranks)
+    file = one(tmp_path / "saves", "token_embedding", 0, ranks)
+    copy = file.rename(tmp_path / file.name)
+    assert [finding.code for finding in ckptfix.check(copy).findings] == ["FIL105"] * is_part
+
+
+@pytest.mark.parametrize("given", ["", "10", "10/model/model/decoder/2/pp_block/attn/o_proj"])
+@pytest.mark.parametrize("has_metadata", [True, False])
+def test_a_save_is_found_without_its_metadata(tmp_path: Path, given: str, has_metadata: bool) -> None:
+    whole = write(tmp_path, 2)
+    if not has_metadata:
+        (tmp_path / "10/checkpoint_metadata.json").unlink()
+    copied = one(tmp_path, "token_embedding")
+    copied.with_name(f"{copied.stem} (1).safetensors").write_bytes(copied.read_bytes())
+    copied.with_name("model_weight (1).safetensors").write_bytes(copied.read_bytes())
+    for place in (tmp_path / given, one(tmp_path, "decoder/2/pp_block/attn/o_proj")):
+        got = ckptfix.open_checkpoint(place).state_dict()
+        assert got.keys() == whole.keys()
+        assert all(torch.equal(got[key], value) for key, value in whole.items())
 
 
 @pytest.mark.parametrize(
