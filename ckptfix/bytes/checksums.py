@@ -130,10 +130,16 @@ def verifying(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Ite
     verifier = Verifier(wanted)
     yield verifier
     if not verifier.finish():
-        held = _held_by(checkpoint, next(storage for storage in wanted if not is_sound(storage)))
+        bad = next(storage for storage in wanted if not is_sound(storage))
+        what = f"{checkpoint.path}: {_held_by(checkpoint, bad)} fails its checksum, and the new file would hide that"
+        if not _keys_of(checkpoint, bad):  # --salvage leaves out weights only
+            raise WriteError(
+                f"{what}; fetch the file again, write only the weights (-o model.safetensors), or if it is in the"
+                " optimizer, drop that with ",
+                Opt("drop_optimizer", True),
+            )
         raise WriteError(
-            f"{checkpoint.path}: {held} fails its checksum, and the new file would hide that; fetch the file again, or "
-            "leave the damaged tensors out with ",
+            f"{what}; fetch the file again, or leave the damaged tensors out with ",
             *(Opt("salvage", True), " (without ", Opt("values", False), ")"),
         )
 
@@ -201,10 +207,14 @@ def _with_parts(storages: Iterable[Storage], met: set[int]) -> Iterator[Storage]
 
 
 def _held_by(checkpoint: Checkpoint, storage: Storage) -> str:
-    entries = checkpoint.entries.items()
-    keys = [key for key, entry in entries if any(spec.storage is storage for spec in tensors_in(entry))]
+    keys = _keys_of(checkpoint, storage)
     more = f" and of {len(keys) - 1} more" if len(keys) > 1 else ""
     return f"the storage of {keys[0]}{more}" if keys else "a storage beside the state_dict"
+
+
+def _keys_of(checkpoint: Checkpoint, storage: Storage) -> list[str]:
+    entries = checkpoint.entries.items()
+    return [key for key, entry in entries if any(spec.storage is storage for spec in tensors_in(entry))]
 
 
 def sha256_of_file(path: Path) -> str:

@@ -244,6 +244,7 @@ class Kind(Enum):
     RANKS_LACKING = ("ranks-lacking", _ranks_lacking)
     STATES_LACKING = ("states-lacking", "lacks the model states {names:names}")
     EXPERTS_LACKING = ("experts-lacking", _experts_lacking)
+    EXPERTS_DAMAGED = ("experts-damaged", "has damaged files of experts: {names:names}")
     BYTES_LACKING = ("bytes-lacking", _bytes_lacking)
     RANKS_STRANGE = ("ranks-strange", "has files of ranks beyond the {ranks} that saved it: {names:names}")
     RANKS_OF_ANOTHER_SAVE = ("ranks-of-another-save", "has ranks from another save than most: {names:names}")

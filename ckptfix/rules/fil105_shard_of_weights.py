@@ -9,7 +9,8 @@ an error too. A single empty tensor and the empty ranges of quantisation observe
 
 Notes: a single file named like one of several numbered shards (`model-00002-of-00005.safetensors`), whose tensors are
 intact but few; and weights next to the ranks that wrote them, as saved by the transformers Trainer under DeepSpeed
-(`checkpoint-100/model.safetensors`, `checkpoint-100/global_step100`).
+(`checkpoint-100/model.safetensors`, `checkpoint-100/global_step100`); and model states of ZeRO 1 or 2 without optimizer
+states, which have the fp32 masters.
 
 For a folder of merged ranks, notes say that the weights are fp32 masters, which copies differ between ranks, what was
 computed from several ranks (biases that GPT-NeoX sums, norms that differ), and what was left out. Warnings name:
@@ -81,10 +82,20 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     yield from _merged(rule, checkpoint)
     path = Path(checkpoint.path)
     is_of_zero = path.name.endswith("_model_states.pt")
-    if is_of_zero or (path / "latest").is_file() or path.with_name("latest").is_file():
-        from ckptfix.reading.folders.ranks.zero import beside  # imported late: few files need it
+    is_of_ranks = checkpoint.format in ("zero", "pipeline")
+    if is_of_zero or is_of_ranks or (path / "latest").is_file() or path.with_name("latest").is_file():
+        from ckptfix.reading.folders.ranks.zero import beside, lacks_masters  # imported late: few files need it
 
-        if (found := beside(path)) is not None:
+        if (is_of_zero or is_of_ranks) and lacks_masters(path, checkpoint.root):
+            yield rule.finding(
+                Level.NOTE,
+                "the folder has no optimizer states of ZeRO (*_optim_states.pt): the weights are the"
+                " copies in the training's dtype, and the masters and the optimizer are missing",
+                remedies=advise(
+                    "if they exist, put them into the folder; without them, training starts with a new optimizer"
+                ),
+            )
+        if not is_of_ranks and (found := beside(path)) is not None:
             yield rule.finding(
                 Level.NOTE,
                 "the ranks of this training run are next to the weights; name their folder to get the masters and the "
@@ -173,7 +184,7 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         yield rule.finding(Level.NOTE, clause(fact), evidence={"trained in": dtype}, remedies=(cast,))
     for fact in checkpoint.remarked(Kind.STATES_OF):
         yield rule.finding(Level.NOTE, f"{clause(fact)}, because those of the first rank are lost")
-    for fact in checkpoint.remarked(Kind.EXPERTS_LACKING):
+    for fact in checkpoint.remarked(Kind.EXPERTS_LACKING, Kind.EXPERTS_DAMAGED):
         yield rule.finding(
             Level.NOTE,
             f"the folder {clause(fact)}; the weights here are the masters, but DeepSpeed does not resume without them",

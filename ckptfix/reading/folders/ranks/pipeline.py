@@ -230,7 +230,7 @@ def _take_masters(
                 f"{files.folder}: no layer has the parameters {first_names(sorted(unknown))} of stage {stage}; put the"
                 " files of one save together"
             )
-        taken = {**masters.tensors, **{name: spec for name, spec in taken.items() if not is_torn(spec)}}
+        taken |= {name: spec for name, spec in masters.tensors.items() if name not in taken or is_torn(taken[name])}
         optimizers.append(masters.optimizer)
         release = masters.release
     whole = {name: spec for name, spec in weights.items() if not is_torn(spec)}
@@ -240,6 +240,8 @@ def _take_masters(
             " files of one save together"
         )
     lost = [name for name, spec in taken.items() if is_torn(spec) and name in whole]
+    for name in (name for name, spec in taken.items() if not is_torn(spec)):
+        files.lacking.pop(name, None)  # another stage has it
     moments: Mapping[str, Any] = next((own for part in optimizers if part for own in part["state"].values()), {})
     fields = [field for field, moment in moments.items() if isinstance(moment, TensorSpec) and moment.shape]
     for name, shape in ((name, shape) for own in absent for name, shape in own.items() if name not in taken):

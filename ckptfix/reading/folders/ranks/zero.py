@@ -51,6 +51,7 @@ from ckptfix.reading.folders.ranks.zero_masters import (
     STACK,
     Masters,
     Merging,
+    absent_masters,
     completed,
     elements_of,
     is_flat,
@@ -89,8 +90,9 @@ def folder_of(file: Path) -> Path | None:
     Model states without a data-parallel rank in their name are a complete checkpoint if there are no others and no
     experts, and if they do not say that there should be."""
     if match := ZERO_OPTIM.fullmatch(file.name) or ZERO_MODEL.fullmatch(file.name):
-        others = by_rank(file.parent, ZERO_MODEL if match[1] is None else ZERO_OPTIM)
-        is_one = len(others) > 1 or bool(by_rank(file.parent, ZERO_EXPERT)) or (match[1] is None and _is_part(file))
+        others = [by_rank(file.parent, names) for names in (ZERO_MODEL, ZERO_OPTIM)[: 1 if match[1] is None else 2]]
+        is_one = any(len(ranks) > 1 for ranks in others) or bool(by_rank(file.parent, ZERO_EXPERT))
+        is_one = is_one or (ZERO_MODEL.fullmatch(file.name) is not None and _is_part(file))
     else:
         is_one = any(names.fullmatch(file.name) for names in (ZERO_EXPERT, ZERO_EXPERT_OPTIM))
     return file.parent if is_one else None
@@ -106,6 +108,15 @@ def beside(path: Path) -> Path | None:
         found = find(folder) if path.exists() and (folder / LATEST).is_file() else None
         return found if found != folder else None
     return None
+
+
+def lacks_masters(path: Path, root: Any) -> bool:
+    """Return whether model states of ZeRO 1 or 2, or their folder, have no optimizer states beside them."""
+    config = root.get("ds_config") if isinstance(root, dict) else None
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if not isinstance(zero, dict) or zero.get("stage") not in (1, 2) or root.get("optimizer") is not None:
+        return False
+    return not by_rank(path if path.is_dir() else path.parent, ZERO_OPTIM)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -126,14 +137,15 @@ def _has_states(folder: Path) -> bool:
 
 def _is_part(file: Path) -> bool:
     """Return whether model states say that other files have the rest of the weights: those of other tensor-parallel
-    ranks, or of experts."""
+    ranks, or of experts, or the only optimizer states of stage 3."""
     with suppress(CkptfixError):  # opening the file reports the error
         root = read_document(Content.of_file(str(file))).root
         if isinstance(root, dict) and isinstance(module := root.get("module"), dict):
             degree, counts = root.get("mp_world_size"), root.get("num_experts")
             has_experts = any(EXPERT_KEY.fullmatch(str(key)) or STACK.fullmatch(str(key)) for key in module)
             is_of_experts = isinstance(counts, list) and any(type(count) is int and count > 0 for count in counts)
-            return (type(degree) is int and degree > 1) or (is_of_experts and not has_experts)
+            is_only = file.name.startswith(_SPREAD) and root.get("dp_world_size") == 1
+            return (type(degree) is int and degree > 1) or (is_of_experts and not has_experts) or is_only
     return False
 
 
@@ -189,9 +201,11 @@ def document(files: RankFiles) -> Document:
     joining, split_of = Joining(path), splits_of_ranks(known, megatron.RULES, known["module"])
     neox, modules = Neox(files.folder), [root["module"] for root in roots]
     has_masters = bool(optim) and not neox.is_summed(modules)
-    complete = complete_copy(files.folder, roots) if has_masters and not experts.absent else None
+    complete = complete_copy(files.folder, roots) if has_masters and not (experts.absent or experts.damaged) else None
     merge = partial(joined_masters, files, tensor, roots, joining, split_of)
     masters = _masters(files, merge, complete) if has_masters else None
+    if are_spread and not optim:
+        masters = absent_masters(files, tensor, roots, joining, split_of)
     if masters is None:
         joining.differing.clear()
     experts.note(files, masters.tensors if masters else None)
@@ -240,7 +254,7 @@ def document(files: RankFiles) -> Document:
         merged = _of_lightning(merged)
     files.remarks.pop(Fact(Kind.ATTRIBUTE_OF_TENSOR, _NUMBER_OF_PARAMETER), None)
     files.note_renamed()
-    note_masters(files, root["module"], masters.tensors if masters else {})
+    note_masters(files, root["module"], masters.tensors if masters and optim else {})
     note_copies(files.remarks, joining.differing, megatron.may_drift(root))
     made_by = masters.release if masters else f"DeepSpeed {root.get('ds_version', '')}".strip()
     ranks = f", {counted(masters.world, 'rank')}" if masters else ""

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import HostileError, damaged
@@ -36,9 +37,11 @@ class Experts(Struct):
     total: int  # the number of files that there should be
     lost: Mapping[str, int]  # the bytes of lost weights by key
     unnamed: Sequence[int]  # layers without any file, so that the names of their weights are unknown
+    damaged: Sequence[Fact]  # what is wrong with existing files
+    torn: Sequence[str]  # the weights in these that are cut
 
     def note(self, files: RankFiles, masters: Mapping[str, TensorSpec] | None) -> None:
-        """Record missing files as damage, or as a remark if all of their weights have masters."""
+        """Record missing files as damage, or these and damaged ones as remarks if all of their weights have masters."""
         lost = {key: nbytes for key, nbytes in self.lost.items() if STACKED.sub(r"\1", key) not in (masters or {})}
         for key, nbytes in lost.items():
             files.lacking[key] += nbytes
@@ -51,13 +54,21 @@ class Experts(Struct):
                 files.damage.append(fact)
             else:
                 files.remarks[fact] = None
+        are_whole = all(STACKED.sub(r"\1", key) in masters for key in self.torn) if masters is not None else False
+        if self.damaged and are_whole and not lost:
+            names = tuple(dict.fromkeys(fact.place for fact in self.damaged))
+            files.damage[:] = [fact for fact in files.damage if fact not in self.damaged]
+            files.remarks[Fact.of(Kind.EXPERTS_DAMAGED, names=names)] = None
 
 
 def take_experts(files: RankFiles, roots: Sequence[Any], are_spread: bool) -> Experts:
     """Add the weights in the files of experts to the model states of each tensor-parallel rank; those of missing files
     are marked as lost. With ``are_spread``, as in stage 3, there are no such files."""
     found = by_rank(files.folder, ZERO_EXPERT)
+    before = len(files.damage)
     held = {numbers: _of_expert(files, file, numbers[1]) for numbers, file in found.items()}
+    damaged_files = files.damage[before:]
+    torn = [key for own in held.values() for key, spec in own.items() if is_torn(spec)]
     counts = None if are_spread else roots[0].get("num_experts")
     counts = counts if isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts) else []
     if sum(counts) > MOST_RANKS:
@@ -88,7 +99,13 @@ def take_experts(files: RankFiles, roots: Sequence[Any], are_spread: bool) -> Ex
             unnamed.update({} if own else {layer: None})
         roots[rank]["module"].update(own)
     return Experts(
-        bool(found), [_NAME.format(*numbers) for numbers in absent], len(found) + len(absent), lost, [*unnamed]
+        bool(found),
+        [_NAME.format(*numbers) for numbers in absent],
+        len(found) + len(absent),
+        lost,
+        [*unnamed],
+        damaged_files,
+        torn,
     )
 
 

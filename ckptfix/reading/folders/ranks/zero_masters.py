@@ -165,6 +165,29 @@ def completed(
     return made
 
 
+def absent_masters(
+    files: RankFiles, models: Sequence[int], roots: Sequence[Any], joining: Joining, split_of: SplitOf
+) -> Masters:
+    """Return the masters of stage 3 if all optimizer states are missing: the names and shapes in the model states, with
+    the bytes marked as lost."""
+    known = next((root for root in roots if root.get("param_shapes")), roots[0])
+    world, config = known.get("dp_world_size"), known.get("ds_config")
+    if type(world) is not int:
+        raise damaged(files.folder, "has no *_optim_states.pt, which have the weights")
+    halves = [config.get(key) for key in ("bf16", "bfloat16")] if isinstance(config, dict) else []
+    before = "bf16_" * any(isinstance(half, dict) and half.get("enabled") is True for half in halves)
+    for model in models:
+        pattern = f"{before}zero_pp_rank_{{}}_mp_rank_{model:02d}_optim_states.pt"
+        files.note_missing(world, {}, pattern, len(models))
+    shapes = {str(name): sizes(shape) for group in known.get("param_shapes") or () for name, shape in group.items()}
+    parts = [{name: lost(name, shape, str(files.folder)) for name, shape in shapes.items()} for _ in models]
+    tensors = dict(joining.whole(parts, split_of))
+    # Each rank has some of the experts in a stack.
+    files.lacking.update({name: spec.nbytes for name, spec in tensors.items() if not STACK.fullmatch(name)})
+    version = known.get("ds_version")
+    return Masters(tensors, None, 3, world, version if isinstance(version, str) else "")
+
+
 class _FlatRun(Struct, frozen=True):
     """A flat run in one or several groups: the ranks over which it is split, and the names and shapes in order."""
 

@@ -124,6 +124,24 @@ def test_without_the_masters_of_a_stage_all_weights_are_those_of_the_layers(tmp_
     assert (set(fact.data["keys"]), fact.data["nbytes"]) == (set(lacking), sum(lacking.values()))
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_with_masters_of_a_stage_cut_all_weights_are_those_of_the_layers(tmp_path: Path, stage: int) -> None:
+    folder, truth = unpacked("pipeline_pp2", tmp_path)
+    file = folder / TAG / f"bf16_zero_pp_rank_0_mp_rank_0{stage}_optim_states.pt"
+    file.write_bytes((data := file.read_bytes())[: len(data) // 2])
+    got = ckptfix.open_checkpoint(folder, salvage=True)
+    assert all(bytes_of(value) == bytes_of(truth[key].bfloat16()) for key, value in got.state_dict().items())
+    assert {*got.keys()} == {*truth}
+    assert not got.remarked(Kind.MASTERS)
+    assert Kind.COPIES_TAKEN in {fact.kind for fact in got.damage}
+    (fact,) = (fact for fact in got.damage if fact.kind is Kind.BYTES_LACKING)
+    layers = "23" if stage == 0 else "45"  # the tied layer has its master in the other stage too
+    assert {key for key in fact.data["keys"] if key.startswith("fp32 of ")} == {
+        f"fp32 of {key}" for key in truth if key[0] in layers
+    }
+    assert not truth.keys() & {*fact.data["keys"]}
+
+
 FIELDS = ("fp32", "exp_avg", "exp_avg_sq")
 
 

@@ -126,6 +126,23 @@ def test_an_expert_with_masters_is_only_noted(tmp_path: Path, name: str, lost: s
     assert files[0].name in note
 
 
+@pytest.mark.parametrize("name", ["moe_zero1_w4_ep2", "autoep_w4_ep2"])
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_a_damaged_expert_with_masters_is_only_noted(tmp_path: Path, name: str, left: float) -> None:
+    folder, truth = unpacked(name, tmp_path)
+    (file,) = folder.glob("*/layer_1_expert_2_*")
+    file.write_bytes((data := file.read_bytes())[: int(len(data) * left)])
+    checkpoint = ckptfix.open_checkpoint(folder)
+    assert [fact.data["names"] for fact in checkpoint.remarked(Kind.EXPERTS_DAMAGED)] == [(file.name,)]
+    got = checkpoint.state_dict()
+    assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth.items() if "/" not in key)
+    (states,) = folder.glob("*/*_1_mp_rank_00_optim_states.pt")
+    states.unlink()
+    with pytest.raises(UnreadableError, match=states.name) as caught:
+        ckptfix.open_checkpoint(folder)
+    assert "take all weights in" not in str(caught.value)  # this expert's are not there
+
+
 def test_a_missing_part_of_a_stack_costs_the_stack(tmp_path: Path) -> None:
     folder, truth = unpacked("autoep_w4_ep2", tmp_path)
     for file in [*folder.glob("*/*optim_states.pt"), *folder.glob("*/layer_1_expert_2_*")]:

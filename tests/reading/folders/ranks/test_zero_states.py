@@ -123,9 +123,7 @@ def test_a_lost_tensor_parallel_rank_without_zero_costs_what_was_split(
     nbytes = sum(weights[key].numel() * 4 for key in split) // 2
     opened = file.with_name(f"mp_rank_0{1 - rank}_model_states.pt") if is_named else folder
     left_out = "has lost tensors in optimizer, which is left out"
-    said = (
-        f"lacks the model states {file.name}; {left_out}; lacks {nbytes} bytes of {len(split)} tensors .* lost: fetch"
-    )
+    said = f"lacks the model states {file.name}; {left_out}; lacks {nbytes} bytes of {len(split)} tensors .* lost: "
     with pytest.raises(UnreadableError, match=said) as caught:
         ckptfix.open_checkpoint(opened)
     assert {*caught.value.data["lost"]} == split
@@ -233,3 +231,36 @@ def test_slices_that_are_listed_in_another_order_have_their_places(tmp_path: Pat
     got = ckptfix.open_checkpoint(tmp_path, salvage=True).state_dict()
     assert got.keys() == TENSORS.keys()
     assert _equal(got, TENSORS)
+
+
+@pytest.mark.parametrize("name", ["zero3_w1_bf16_g1", "zero3_w2_fp32_g1", "zero3_w3_bf16_g2"])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_optimizer_states_of_stage_3_that_are_all_missing_are_named(tmp_path: Path, name: str, is_named: bool) -> None:
+    """Buffers and frozen weights, which have no masters, are kept."""
+    folder, _ = unpacked(name, tmp_path)
+    whole = ckptfix.open_checkpoint(folder)
+    names = sorted(file.name for file in folder.glob("*/*optim_states.pt"))
+    for file in folder.glob("*/*optim_states.pt"):
+        file.unlink()
+    opened = next(folder.glob("*/*_model_states.pt")) if is_named else folder
+    with pytest.raises(UnreadableError, match=f"lacks {len(names)} ranks? of .*{', '.join(names)}; lacks"):
+        ckptfix.open_checkpoint(opened)
+    got = ckptfix.open_checkpoint(opened, salvage=True)
+    assert {*got.keys()} >= {key for key in whole.specs if key.startswith("frozen.") or key in ("scale", "cnt")}
+    assert {*got.keys()} | {*got.lost} == {*whole.keys()}
+    assert all(bytes_of(value) == bytes_of(whole.read(key)) for key, value in got.state_dict().items())
+    assert {"emb.weight", "head.weight", "l1.weight"} <= {*got.lost}
+
+
+@pytest.mark.parametrize("name", ["zero1_w3_bf16_g2", "zero2_w2_bf16_g2", "tp2_zero2_w4_bf16", "pipeline_pp2"])
+def test_model_states_without_masters_have_a_note(tmp_path: Path, name: str) -> None:
+    folder, _ = unpacked(name, tmp_path)
+
+    def said() -> list[str]:
+        return [each.message for each in ckptfix.check(folder).findings if "has no optimizer states" in each.message]
+
+    assert not said()
+    for file in folder.glob("*/*optim_states.pt"):
+        file.unlink()
+    assert len(said()) == 1
+    assert ckptfix.check(folder).exit_code == 0
