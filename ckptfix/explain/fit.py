@@ -334,7 +334,8 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
             "puts the ranks together, with the files of all of them in one folder", merge, needs=Requirement.RANKS
         )
         yield Advice(
-            "Or save again as a whole: FULL_STATE_DICT of FSDP, stage3_gather_16bit_weights_on_model_save of ZeRO-3."
+            "The training itself can save whole weights: FULL_STATE_DICT of FSDP,"
+            " stage3_gather_16bit_weights_on_model_save of ZeRO-3."
         )
         return
     yield from _commands_for_names(findings, mismatch, named)

@@ -505,6 +505,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
     ),
     "no-such-file": (
+        "OSError: Model file not found: /ckpt/checkpoint_last.pt",
         "ValueError: The path out/last.ckpt does not point to a valid checkpoint. Make sure the path points to either a"
         " directory with FSDP checkpoint shards, or a single file with a full checkpoint.",
         "OSError: Repo id must use alphanumeric chars, '-', '_' or '.'. The maximum length is 96: './nowhere'.",
@@ -717,14 +718,21 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AssertionError: checkpoint count 2 is different from saved mp_world_size 4",
         "FileNotFoundError: Expert checkpoint file not found: ckpt/layer_2_expert_2_mp_rank_00_model_states.pt."
         " Expected layer_2 expert_2.",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'ckpt/global_step10/zero_pp_rank_3_mp_rank_00_optim_s"
+        "tates.pt'",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'ckpt/global_step10/mp_rank_01_model_states.pt'",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'ckpt/global_step10/layer_02-model_00-model_states.pt"
+        "'",
+        "AssertionError: State dicts of all partitions must have the same step value",
+        "AssertionError: All shards must have the same step value",
+    ),
+    "missing-shards": (
         "megatron.core.dist_checkpointing.core.CheckpointingException: Missing shards after fully parallel loading:"
         " {'decoder.layers.0.weight'}",
         "FileNotFoundError: [Errno 2] No such file or directory: 'out/step-1000/__3_0.distcp'",
-        "FileNotFoundError: [Errno 2] No such file or directory: 'ckpt/global_step10/zero_pp_rank_3_mp_rank_00_optim_s"
-        "tates.pt'",
         "FileNotFoundError: [Errno 2] No such file or directory: 'iter_0001000/mp_rank_01_003/model_optim_rng.pt'",
-        "AssertionError: State dicts of all partitions must have the same step value",
-        "AssertionError: All shards must have the same step value",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'out/model_final.rank_3.pth'",
+        "OSError: Model file not found: /ckpt/checkpoint_last-shard3.pt",
     ),
     "partition-sizes": (
         "RuntimeError: The size of tensor a (882700288) must match the size of tensor b (220675072) at non-singleton"
@@ -791,6 +799,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "KeyError: 'fc.weight is not in the optimizer state. The FSDPParamInfo has the param keys [] while",
     ),
     "no-distributed-checkpoint": (
+        "FileNotFoundError: [Errno 2] No such file or directory: 'out/step-1000/.metadata'",
+        "FileNotFoundError: [Errno 2] No such file or directory: '.metadata'",
         "AssertionError: req MetadataIndex(fqn='a', offset=torch.Size([0]), index=0) mismatch sizes, torch.Size([1]) vs"
         " torch.Size([2])",
         "ValueError: Could not find FSDP checkpoint `pytorch_model_fsdp_0` in out",

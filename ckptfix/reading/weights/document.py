@@ -78,7 +78,9 @@ def split_entries(
             back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
             causes = f"{causes}; {first_names(list(lost))} {'is' if len(lost) == 1 else 'are'} lost"
         what = f"{document.path}: {causes}: fetch {again}, or take {back} with "
-        raise UnreadableError(what, Opt("salvage", True), copies, data=data)
+        is_flat = any(remark.kind is Kind.FLATTENED for remark in document.remarks)
+        form = ", in one dimension unless a model or another whole checkpoint gives their shapes" if is_flat else ""
+        raise UnreadableError(what, Opt("salvage", True), f"{form}{copies}", data=data)
     return whole, lost
 
 
