@@ -262,6 +262,7 @@ class Kind(Enum):
     RANK_LEFT_OUT = ("rank-left-out", "has no names for the whole model, and is left out")
     RANK_REPEATED = ("rank-repeated", "holds the same values as {other}")
     RANK_RENAMED = ("rank-renamed", "was saved as {other}, but comes after {before}")
+    LAYER_LACKING = ("layer-lacking", "is in every layer except layer {number}")
     RANK_FOREIGN = ("rank-foreign", "was saved with a different {names:names} than most ranks")
     COMPLETE_COPY = ("complete-copy", "{place} has all weights in {dtype}")
     STATES_OF = ("states-of", "the buffers and settings are those of {place}")

@@ -18,7 +18,8 @@ computed from several ranks (biases that GPT-NeoX sums, norms that differ), and 
 - fp32 masters that, rounded to the training's dtype, differ from its weights;
 - files of two ranks with the same values, and files named after another rank: `repair` then writes nothing, because the
   merged weights would be wrong;
-- ranks from another run, whose settings, norms or biases differ from those of most ranks.
+- ranks from another run, whose settings, norms or biases differ from those of most ranks;
+- parameters of nanotron that only one layer lacks, although it has nothing that the others do not have.
 
 ## Why it matters
 The other values are in the files of the other ranks, or in the optimizer states. Such a file fails to load because of
@@ -199,6 +200,13 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 # Settings may differ for another reason, unlike the files of one rank.
                 blocks=Blocks.NOTHING if kind is Kind.RANK_FOREIGN else Blocks.WRITING,
             )
+    if lacking := checkpoint.remarked(Kind.LAYER_LACKING):
+        yield rule.finding(
+            Level.WARNING,
+            f"{lacking[0].place} {clause(lacking[0])}: its files are probably missing",
+            keys=tuple(fact.place for fact in lacking),
+            remedies=advise("fetch the folders of these parameters, or name the model to compare with"),
+        )
     differing = checkpoint.remarked(Kind.RANK_COPIES)
     for drift in sorted({bool(fact.data["drift"]) for fact in differing}):
         copies = tuple(fact.place for fact in differing if fact.data["drift"] is drift)

@@ -7,7 +7,7 @@ are those of the whole model, whatever the pipeline. A tied parameter is saved o
 Sources: ``nanotron/serialize/weights.py``, ``serialize/metadata.py``, ``parallel/parameters.py`` (0.4)."""
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -37,7 +37,7 @@ _SIZE = re.compile(r"(?:np\.int\d+\()?(\d+)")
 _OF_TENSORS, _OF_GROUPS = re.compile(r"(?<=tp-rank-)\d+"), re.compile(r"(?<=exp-rank-)\d+")
 _OF_EXPERTS = re.compile(r"tp-rank-\d+-of-\d+_exp-rank-\d+-of-\d+")
 _CONFIG, _LAYERS = "model_config.json", re.compile(r'"num_hidden_layers"\s*:\s*(\d{1,7})\b')
-_OF_LAYER = re.compile(r"model\.decoder\.(\d+)\.")
+_OF_LAYER = re.compile(r"model\.decoder\.(\d{1,9})\.(.+)")
 _MOST_SEARCHED = 32  # folders in which the first parameter is looked for
 _SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
 
@@ -102,6 +102,7 @@ def document(files: RankFiles) -> Document:
         named = tuple(f"model_*_pp-rank-{stage}-of-{last + 1}_*.safetensors" for stage in islice(absent_stages, LISTED))
         files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=named, keys=0, nbytes=0, total=0))
         files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost="the layers of missing stages")] = None
+    files.remarks.update({Fact.of(Kind.LAYER_LACKING, name, number=layer): None for name, layer in _lacking(found)})
     wholes = {name: _whole(files, name, held, name in lacking) for name, held in found.items()}
     weights = OrderedDict((name, spec) for name, spec in wholes.items() if spec is not None)
     if not weights:
@@ -116,8 +117,21 @@ def _has_all_layers(folder: Path, names: Iterable[str]) -> bool:
     """Return whether a save has as many layers as its configuration says. A stage may have only tied parameters, which
     another one saves."""
     stated = _LAYERS.search(small_text(folder / _CONFIG))
-    layers = {match[1] for match in map(_OF_LAYER.match, names) if match}
+    layers = {match[1] for match in map(_OF_LAYER.fullmatch, names) if match}
     return stated is not None and int(stated[1]) == len(layers)
+
+
+def _lacking(names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield the parameters that only one layer lacks, and its number, unless it has others that no other layer has, as
+    a dense layer among those with experts."""
+    layers: dict[int, set[str]] = {}
+    for match in filter(None, map(_OF_LAYER.fullmatch, names)):
+        layers.setdefault(int(match[1]), set()).add(match[2])
+    holders = Counter(name for held in layers.values() for name in held)
+    for number, held in layers.items():
+        if len(layers) > 1 and all(holders[name] > 1 for name in held):
+            missing = (name for name, count in holders.items() if count == len(layers) - 1 and name not in held)
+            yield from ((f"model.decoder.{number}.{name}", number) for name in missing)
 
 
 def _absent(files: RankFiles, held: Mapping[int, Path], count: int) -> Iterator[str]:

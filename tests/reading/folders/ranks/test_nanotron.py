@@ -166,6 +166,20 @@ def test_a_missing_stage_is_named(tmp_path: Path, layer: int, stage: int, layers
     assert torch.load(tmp_path / "whole.pth", weights_only=True).keys() == kept
 
 
+@pytest.mark.parametrize("is_other", [False, True], ids=["missing", "another-kind"])
+def test_a_parameter_that_one_layer_lacks_is_named(tmp_path: Path, is_other: bool) -> None:
+    """Unless that layer has another one in its place, like a dense layer among those with experts."""
+    write(tmp_path, 2)
+    folder = tmp_path / "10/model/model/decoder/10/pp_block/attn/o_proj"
+    rmtree(folder) if not is_other else folder.rename(folder.with_name("dense"))
+    report = ckptfix.repair(tmp_path, output=tmp_path / "whole.pth").report
+    found = [finding for finding in report.findings if "in every layer" in finding.message]
+    assert [finding.keys for finding in found] == [(f"{LAYER.format(10)}.attn.o_proj.weight",)] * (not is_other)
+    assert report.exit_code == int(not is_other)
+    write(tmp_path / "whole", 2)
+    assert not [finding for finding in ckptfix.check(tmp_path / "whole").findings if finding.level]
+
+
 def test_an_unreadable_file_of_a_whole_parameter_is_lost(tmp_path: Path) -> None:
     whole = write(tmp_path, 2)
     name = f"{LAYER.format(2)}.input_layernorm.weight"
