@@ -228,9 +228,13 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             keys=keys,
         )
     if left_out := checkpoint.remarked(Kind.RANK_LEFT_OUT):
-        named = [f"{fact.place} ({why})" if (why := fact.data.get("why")) else fact.place for fact in left_out]
+        explained = [f"{fact.place} ({fact.data['why']})" for fact in left_out if fact.data.get("why")]
+        others = [fact.place for fact in left_out if not fact.data.get("why")]
+        clauses = [f"left out: {', '.join(explained)}"] if explained else []
+        if others:
+            clauses.append(f"data that belongs to single ranks cannot be merged and is left out: {', '.join(others)}")
         yield rule.finding(
             Level.NOTE,
-            f"data that belongs to single ranks cannot be merged and is left out: {', '.join(named)}",
+            "; ".join(clauses),
             evidence={"left out": [fact.place for fact in left_out]},
         )

@@ -55,6 +55,16 @@ def universal_form(checkpoint: Checkpoint) -> Checkpoint:
                 f"{checkpoint.path}: has no optimizer, which a universal checkpoint needs; the ranks of the training "
                 f"run have it: name {ranks}"
             )
+        ids = {name for value in alone.values() if (other := optimizer_of(value, ())) for name in other.ids}
+        if not found and ids & checkpoint.specs.keys() and (lost := sorted(ids & checkpoint.lost.keys())):
+            raise WriteError(
+                f"{checkpoint.path}: a universal checkpoint needs all weights of its optimizer, and "
+                f"{first_names(lost)} {'is' if len(lost) == 1 else 'are'} lost; complete it from another checkpoint "
+                "with ",
+                Opt("fill"),
+                ", or write a file with ",
+                Opt("format", "pth"),
+            )
         raise WriteError(
             f"{checkpoint.path}: a universal checkpoint needs one optimizer with its state keyed by parameter name, "
             f"and there {'is none' if not found else f'are {len(found)}'}; write a file with ",

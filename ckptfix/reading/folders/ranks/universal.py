@@ -38,6 +38,7 @@ GROUPS = "optimizer_state.pt"
 # Names in model states that may have a folder without being trained.
 _UNTRAINED = ("frozen_param_shapes", "shared_params", "buffer_names")
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
+_STEP = "step"
 
 
 def find(folder: Path) -> Path | None:
@@ -88,8 +89,13 @@ def document(files: RankFiles) -> Document:
         entries = dict(_entries(files, name, shape, degree))
         trained[name] = entries.pop(MASTER, None) or _lost_master(files, root, name, shape, entries, degree)
         moments[name] = entries
-    if missing := (*_missing_masters(files.folder / PARAMETERS, shapes), *_lost_moments(moments)):
-        keys = len(files.lacking)
+    absent, keys = _missing_masters(files.folder / PARAMETERS, shapes), len(files.lacking)
+    lost_moments = _lost_moments(moments, [Path(place).name for place in absent])
+    for name, fields in lost_moments.items():
+        for field in fields & _ADAM:
+            files.lacking[f"{field} of {name}"] += trained[name].nbytes
+    places = (f"{PARAMETERS}/{name}/{field}.pt" for name, fields in lost_moments.items() for field in sorted(fields))
+    if missing := (*absent, *(place for place in places if place.rpartition("/")[0] not in absent)):
         files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=missing, keys=keys, nbytes=0, total=0))
     folders = list_folder(files.folder / PARAMETERS).folders
     untrained = {str(name) for key in _UNTRAINED for name in root.get(key) or ()} & root["module"].keys()
@@ -107,7 +113,7 @@ def document(files: RankFiles) -> Document:
     held = [(name, field, tensor) for name, found in moments.items() for field, tensor in found.items()]
     for is_highest in (False, True):  # AMSGrad's highest moments equal the moments as long as these grow
         chosen = ((name, field, tensor) for name, field, tensor in held if field.startswith("max_") is is_highest)
-        files.note_repeated({f"{name}/{field}.pt": [tensor] for name, field, tensor in chosen if field != "step"})
+        files.note_repeated({f"{name}/{field}.pt": [tensor] for name, field, tensor in chosen if field != _STEP})
     zero.note_masters(files, root["module"], trained)
     # Files of the optimizer: a master that cannot be read is an error.
     files.damage[:] = [
@@ -172,7 +178,7 @@ def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -
     for file in (folder / name for name in list_folder(folder).files if name.endswith(".pt")):
         value = root = files.root(file)
         value = value.get("param") if isinstance(value, dict) else value
-        is_step = file.stem == "step"
+        is_step = file.stem == _STEP
         is_number = value.numel == 1 if isinstance(value, TensorSpec) else type(value) in (int, float)
         if root is not None and not (is_number if is_step else isinstance(value, TensorSpec)):
             raise damaged(file, f"holds no {'number' if is_step else 'tensor'}")
@@ -214,12 +220,19 @@ def _missing_masters(parameters: Path, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{PARAMETERS}/{name}" for name in files if not (parameters / name).exists())
 
 
-def _lost_moments(moments: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the files of moments that are missing: of parameters with one of Adam's two if another has both."""
-    if not any(held.keys() >= _ADAM for held in moments.values()):
-        return ()
-    halves = {name: _ADAM - held.keys() for name, held in moments.items() if len(_ADAM & held.keys()) == 1}
-    return tuple(f"{PARAMETERS}/{name}/{field}.pt" for name, fields in halves.items() for field in sorted(fields))
+def _lost_moments(moments: Mapping[str, Mapping[str, Any]], absent: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Return the moments that are missing, by parameter: of those with one of Adam's two, or without a folder
+    (``absent``), if another parameter has both; and the step of those with both if most have one."""
+    both = [held for held in moments.values() if held.keys() >= _ADAM]
+    if not both:
+        return {}
+    needed = _ADAM | ({_STEP} if 2 * sum(_STEP in held for held in both) > len(both) else frozenset())
+    without = {*absent}
+    return {
+        name: needed - held.keys()
+        for name, held in moments.items()
+        if (name in without or _ADAM & held.keys()) and not held.keys() >= needed
+    }
 
 
 def _optimizer(
@@ -234,11 +247,12 @@ def _optimizer(
     groups = held.get("param_groups") or inner.get("param_groups") or []
     if sorted(number for group in groups for number in group["params"]) != list(range(len(shapes))):
         return None
-    steps = {number: state["step"] for number, state in (inner.get("state") or {}).items() if "step" in state}
+    steps = {number: state[_STEP] for number, state in (inner.get("state") or {}).items() if _STEP in state}
+    have_some = any(moments.values())  # those without any are lost, or those of parameters that were not trained
     for number, names in enumerate(shapes):
         for name in names:
-            if number in steps:
-                moments[str(name)].setdefault("step", with_own_storage(steps[number]))
+            if number in steps and (moments[str(name)] or not have_some):
+                moments[str(name)].setdefault(_STEP, with_own_storage(steps[number]))
     named = [
         {**group, "params": [str(name) for number in group["params"] for name in shapes[number]]} for group in groups
     ]

@@ -3,13 +3,14 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ckptfix
 from ckptfix.core.finding import Level
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, WriteError
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import unpacked
 
@@ -126,7 +127,8 @@ def test_a_missing_master_is_named_and_the_others_are_kept(tmp_path: Path, name:
         shutil.rmtree(place) if place.is_dir() else place.unlink()
     else:
         place.write_bytes(b"")
-    with pytest.raises(UnreadableError, match=f"{said}.* lacks 308 bytes of 1 tensor"):
+    loss = "924 bytes of 3 tensors" if lost == "l1.weight" else "308 bytes of 1 tensor"  # with its moments
+    with pytest.raises(UnreadableError, match=f"{said}.* lacks {loss}"):
         ckptfix.open_checkpoint(folder)
     report = ckptfix.repair(folder, output=tmp_path / "whole.pth", salvage=True).report
     assert ([finding.keys for finding in report.left], report.exit_code) == ([("l1.weight",)], 1)
@@ -134,6 +136,24 @@ def test_a_missing_master_is_named_and_the_others_are_kept(tmp_path: Path, name:
     assert got.keys() == truth.keys() - {"l1.weight"}
     for key, value in got.items():
         assert bytes_of(value.to(truth[key].dtype)) == bytes_of(truth[key]), key
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_universal_checkpoint_that_lacks_a_parameter_is_written_if_it_is_filled(tmp_path: Path, name: str) -> None:
+    """Its moments stay lost; those of the others are kept."""
+    folder, truth = unpacked(name, tmp_path)
+    ckptfix.repair(folder, output=tmp_path / "whole.pth")
+    shutil.rmtree(folder / TAG / "zero" / "l1.weight")
+    output = tmp_path / "out"
+    with pytest.raises(WriteError, match=r"needs all weights of its optimizer, and l1\.weight is lost; complete it"):
+        ckptfix.repair(folder, output=output, salvage=True, format="universal")
+    ckptfix.repair(folder, output=output, salvage=True, fill=tmp_path / "whole.pth", format="universal")
+    found = ckptfix.open_checkpoint(output)
+    assert all(bytes_of(found.read(key).to(truth[key].dtype)) == bytes_of(truth[key]) for key in truth)
+    root: Any = found.root
+    state = root["optimizer"]["state"]
+    assert [key for key in state if not state[key]] == ["l1.weight"]
+    assert all({"exp_avg", "exp_avg_sq", "step"} <= state[key].keys() for key in state if key != "l1.weight")
 
 
 @pytest.mark.parametrize("moments", [True, False])
@@ -151,16 +171,19 @@ def test_a_missing_master_of_tensor_parallel_ranks_has_the_shape_of_the_whole(tm
     assert lost.shape == ((11, 14) if moments else (22, 7))
 
 
-@pytest.mark.parametrize("field", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("field", ["exp_avg", "exp_avg_sq", "step"])
 def test_a_missing_moment_is_damage(tmp_path: Path, field: str) -> None:
     folder, _ = unpacked(STAGES[0], tmp_path)
     file = folder / TAG / "zero" / "ln.weight" / f"{field}.pt"
     file.unlink()
-    with pytest.raises(UnreadableError, match=rf"lacks the shard zero/ln\.weight/{field}\.pt"):
+    with pytest.raises(UnreadableError, match=rf"lacks the shard zero/ln\.weight/{field}\.pt") as caught:
         ckptfix.open_checkpoint(folder)
+    facts = [fact for fact in caught.value.data["damage"] if fact["kind"] == "bytes-lacking"]
+    lost = [] if field == "step" else [{"nbytes": 4 * 7, "keys": (f"{field} of ln.weight",)}]
+    assert [fact["data"] for fact in facts] == lost
     assert "ln.weight" in ckptfix.open_checkpoint(folder, salvage=True).specs
     report = ckptfix.repair(folder, output=tmp_path / "whole.pth", salvage=True).report
-    (left,) = report.left
+    (left,) = [finding for finding in report.left if finding.code != "OPT102"]  # about the step
     assert (left.code, report.exit_code) == ("FIL203", 1)
     assert f"data other than weights is lost: the file lacks the shard zero/ln.weight/{field}.pt" in left.message
 
@@ -182,7 +205,7 @@ def test_missing_groups_of_the_optimizer_are_named(tmp_path: Path) -> None:
     folder, _ = unpacked(STAGES[0], tmp_path)
     (folder / TAG / "zero" / "optimizer_state.pt").unlink()
     (note,) = (found for found in ckptfix.check(folder).findings if "left out" in found.message)
-    assert note.message.endswith("optimizer (fetch zero/optimizer_state.pt, which has its groups)")
+    assert note.message == "left out: optimizer (fetch zero/optimizer_state.pt, which has its groups)"
 
 
 def test_parameters_with_one_moment_or_none_are_whole(tmp_path: Path) -> None:
