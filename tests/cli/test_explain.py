@@ -400,7 +400,9 @@ def test_no_step_is_printed_that_writes_nothing(tmp_path, kind, pattern, change,
     name = file if file == "saved" else str(one.relative_to(tmp_path))
     for text in ("ValueError: Expected 4 of '*_optim_states.pt' under 'saved' but found 3 files.", "'state_dict'"):
         done = run_here("explain", text, "--file", name, cwd=tmp_path)
-        for step in re.findall(r"(?:run|itself): (ckptfix (?!.*FOLDER).*)", done.stdout):
+        for step in re.findall(r"(?:run|itself): (ckptfix .*)", done.stdout):
+            if kind == "hsdp_w4" and "FOLDER" in step:
+                continue  # the folder with all ranks is not known
             pasted = run_here(*shlex.split(step)[1:], cwd=tmp_path)
             assert step.startswith("ckptfix check") or re.search("written: (?!nothing)", pasted.stdout), step
 
