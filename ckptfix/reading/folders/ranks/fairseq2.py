@@ -126,8 +126,8 @@ def _whole(
     if (odd := _out_of_order(lengths)) is not None:
         held_by = [f"{lengths[rank]} in {names[rank]}" for rank in odd]
         raise UnreadableError(
-            f"{files.folder}: the numbers of rows of {key} do not fit ({', '.join(held_by)}): all ranks have the same"
-            " number, except the last; put the files of one save together"
+            f"{files.folder}: the numbers of rows of {key} do not fit ({', '.join(held_by)}): all ranks before the last"
+            " with any have the same number; put the files of one save together"
         )
     rows = _rows_of_absent(lengths, absent)
     if rows is None:
