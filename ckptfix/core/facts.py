@@ -114,6 +114,11 @@ def _bytes_lacking(fact: Fact) -> str:
     return f"lacks {counted(fact.data['nbytes'], 'byte')} of {tensors} that no other file has{of_files}"
 
 
+def _rank_renamed(fact: Fact) -> str:
+    place = f"after {fact.data['before']}" if "before" in fact.data else f"before {fact.data['after']}"
+    return f"was saved as {fact.data['other']}, but comes {place}"
+
+
 def _item_damaged(fact: Fact) -> str:
     causes = clauses(fact.data.get("causes", ()))
     return f"has damage: {fact.place}{causes and f' {causes}'} ({counted(fact.data['items'], 'item')})"
@@ -261,7 +266,8 @@ class Kind(Enum):
     RANKS_COMPUTED = ("ranks-computed", "is the {rule} over {ranks} ranks, as in GPT-NeoX")
     RANK_LEFT_OUT = ("rank-left-out", "has no names for the whole model, and is left out")
     RANK_REPEATED = ("rank-repeated", "holds the same values as {other}")
-    RANK_RENAMED = ("rank-renamed", "was saved as {other}, but comes after {before}")
+    RANK_RENAMED = ("rank-renamed", _rank_renamed)
+    COPY_RENAMED = ("copy-renamed", _rank_renamed)
     LAYER_LACKING = ("layer-lacking", "is in every layer except layer {number}")
     RANK_FOREIGN = ("rank-foreign", "was saved with a different {names:names} than most ranks")
     COMPLETE_COPY = ("complete-copy", "{place} has all weights in {dtype}")

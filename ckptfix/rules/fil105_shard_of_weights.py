@@ -207,6 +207,14 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             keys=tuple(fact.place for fact in lacking),
             remedies=advise("fetch the folders of these parameters, or name the model to compare with"),
         )
+    if moved := checkpoint.remarked(Kind.COPY_RENAMED):
+        yield rule.finding(
+            Level.WARNING,
+            f"{'; '.join(f'{fact.place} {clause(fact)}' for fact in moved)}: files were renamed; the weights here are"
+            " the masters, but a resumed run loads these files",
+            evidence={"renamed": len(moved)},
+            remedies=advise("fetch the files of these layers again before you resume"),
+        )
     differing = checkpoint.remarked(Kind.RANK_COPIES)
     for drift in sorted({bool(fact.data["drift"]) for fact in differing}):
         copies = tuple(fact.place for fact in differing if fact.data["drift"] is drift)

@@ -3,7 +3,7 @@
 import errno
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ckptfix.bytes.files import small_text
 from ckptfix.bytes.listing import list_folder, stamp_of
 from ckptfix.bytes.sources import Content
-from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.facts import Fact, Kind, clause, clauses
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
@@ -242,15 +242,27 @@ class RankFiles:
     @contextmanager
     def merging(self) -> Iterator[None]:
         """Turn errors of malformed data in the body into ``UnreadableError``, or ``HostileError`` if the files are
-        built to run code."""
+        built to run code. Errors name the files that were copied over others or renamed."""
         with refusing_payload(str(self.folder), self.names):
             try:
                 yield
+            except UnreadableError as error:
+                if type(error) is UnreadableError and (moved := self._moved(str(error))):
+                    raise UnreadableError(*error.args, moved, data=error.data) from error
+                raise
             except MALFORMED as error:
-                raise UnreadableError(
-                    f"{self.folder}: its files are not what their framework writes ("
-                    f"{type(error).__name__}: {error}); they are damaged or from an unknown release"
-                ) from error
+                why = f"its files are not what their framework writes ({type(error).__name__}: {error})"
+                if moved := self._moved(""):
+                    raise UnreadableError(f"{self.folder}: {why}{moved}") from error
+                raise UnreadableError(f"{self.folder}: {why}; they are damaged or from an unknown release") from error
+
+    def _moved(self, said: str) -> str:
+        """Return in words which files are copies of others or were renamed, if the message does not say so yet."""
+        self.note_renamed()
+        kinds = (Kind.RANK_REPEATED, Kind.RANK_RENAMED)
+        found = [f"{fact.place} {clause(fact)}" for fact in self.remarks if fact.kind in kinds]
+        new = [words for words in found if words not in said][:LISTED]
+        return f"; {'; '.join(new)}: fetch the files with wrong names again" if new else ""
 
     def note_missing(self, world: int, present: Mapping[int, Path], pattern: str, groups: int = 1) -> None:
         """Record as damage the ranks of ``world`` without a file; ``pattern`` formats the name of a rank's file.
@@ -313,15 +325,20 @@ class RankFiles:
                 odd.setdefault(name, []).append(path)
         self.remarks.update({Fact.of(Kind.RANK_FOREIGN, name, names=tuple(paths)): None for name, paths in odd.items()})
 
-    def note_order(self, numbers_of: Mapping[str, tuple[int, ...]], words: Mapping[str, object]) -> None:
+    def note_order(
+        self, numbers_of: Mapping[str, tuple[int, ...]], words: Mapping[str, object], kept: Container[str] = ()
+    ) -> None:
         """Remark files whose order differs from that of the numbers in their content; ``words`` are for the message.
+        Of two files, the one that has its own name (``kept``) is not the renamed one.
 
         Files that were renumbered in the same order are fine."""
         last: tuple[str, tuple[int, ...]] | None = None
         for name, numbers in numbers_of.items():
             if last is not None and numbers <= last[1]:
-                fact = Fact.of(Kind.RANK_RENAMED, name, other=str(words[name]), before=last[0])
-                self.remarks[fact] = None
+                is_last = name in kept and last[0] not in kept
+                odd, data = (last[0], {"after": name}) if is_last else (name, {"before": last[0]})
+                self.remarks[Fact.of(Kind.RANK_RENAMED, odd, other=str(words[odd]), **data)] = None
+                last = None if is_last else last
             last = max(last or (name, numbers), (name, numbers), key=lambda each: each[1])
 
     def note_renamed(self) -> None:
@@ -333,7 +350,8 @@ class RankFiles:
                 alike.setdefault((file.parent, form), []).append((_numbers(file.stem), file.name, saved))
         for files in alike.values():
             words = {name: saved for _, name, saved in sorted(files)}
-            self.note_order({name: _numbers(saved) for name, saved in words.items()}, words)
+            kept = {name for name, saved in words.items() if Path(name).stem == saved}
+            self.note_order({name: _numbers(saved) for name, saved in words.items()}, words, kept)
 
     def document(self, form: str, root: Any, producer: str, copies: Mapping[str, TensorSpec] | None = None) -> Document:
         if nbytes := self.lacking.total():

@@ -108,6 +108,11 @@ def document(files: RankFiles) -> Document:
     has_optimizer = bool(by_rank(folder, ZERO_OPTIM) or root.get("optimizer"))
     merged = zero.container(files, {**root, "module": None}, weights, optimizer, has_optimizer)
     copies = {name: half for name, half in halves.items() if weights[name] is not half and not is_torn(half)}
+    if copies.keys() == weights.keys():  # no weight is from the layers
+        for fact in [fact for fact in files.remarks if fact.kind is Kind.RANK_RENAMED]:
+            if PIPELINE_LAYER.fullmatch(fact.place):
+                del files.remarks[fact]
+                files.remarks[Fact(Kind.COPY_RENAMED, fact.place, fact.data)] = None
     neox.note(files.remarks, tensor, copies)
     return files.document(NAME, merged, producer, copies)
 

@@ -195,7 +195,7 @@ def document(files: RankFiles) -> Document:
     for root, found in zip(roots, states, strict=True):
         root["module"] = restacked(root["module"], path)
         listed = root["shared_params"] if "shared_params" in root else _copied(root["module"])
-        listed = tied(root) if found and first_of(found) else listed
+        listed = tied(root) if found and (first_of(found) or (are_spread and not listed)) else listed
         root["shared_params"] = {**_routers(root, path), **(listed or {})}
     known = next((root for root, found in zip(roots, states, strict=True) if found), roots[0])
     joining, split_of = Joining(path), splits_of_ranks(known, megatron.RULES, known["module"])

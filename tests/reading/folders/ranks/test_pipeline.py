@@ -1,5 +1,6 @@
 """Folders with a file for each layer: DeepSpeed's pipelines, and GPT-NeoX's."""
 
+import shutil
 import struct
 import zipfile
 from collections import OrderedDict
@@ -14,7 +15,7 @@ import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.errors import UnreadableError
 from tests.checks import bytes_of
-from tests.reading.folders.ranks.genuine import unpacked
+from tests.reading.folders.ranks.genuine import swap, unpacked
 
 TAG = "global_step1"
 
@@ -140,6 +141,36 @@ def test_with_masters_of_a_stage_cut_all_weights_are_those_of_the_layers(tmp_pat
         f"fp32 of {key}" for key in truth if key[0] in layers
     }
     assert not truth.keys() & {*fact.data["keys"]}
+
+
+@pytest.mark.parametrize("change", ["copy", "swap"])
+@pytest.mark.parametrize("has_masters", [True, False])
+def test_renamed_layers_do_not_change_the_masters(tmp_path: Path, change: str, has_masters: bool) -> None:
+    folder, truth = unpacked("pipeline_pp2", tmp_path)
+    one, other = (folder / TAG / f"layer_0{number}-model_states.pt" for number in (3, 4))
+    if change == "swap":
+        swap(one, other)
+    else:
+        shutil.copy(one, other)
+    for file in folder.glob("*/*optim_states.pt") if not has_masters else ():
+        file.unlink()
+    got = ckptfix.repair(folder, output=tmp_path / "whole.pth")
+    (said,) = [each.message for each in got.report.left if "was saved as layer" in each.message]
+    assert said.startswith(other.name)
+    assert got.report.exit_code == 1
+    assert (tmp_path / "whole.pth").exists() is has_masters
+    if has_masters:
+        weights = torch.load(tmp_path / "whole.pth")["module"]
+        assert weights.keys() == truth.keys()
+        assert all(bytes_of(value) == bytes_of(truth[key]) for key, value in weights.items())
+
+
+def test_a_layer_with_other_parameters_is_named(tmp_path: Path) -> None:
+    folder, _ = unpacked("pipeline_pp2", tmp_path)
+    file = folder / TAG / "layer_02-model_states.pt"
+    shutil.copy(folder / TAG / "layer_05-model_states.pt", file)
+    with pytest.raises(UnreadableError, match=f"{file.name} was saved as layer_05-model_states, but comes before"):
+        ckptfix.open_checkpoint(folder)
 
 
 FIELDS = ("fp32", "exp_avg", "exp_avg_sq")

@@ -1,5 +1,6 @@
 """DeepSpeed's folders without the model states of the first rank, or of a tensor-parallel rank."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.core.facts import Kind
 from ckptfix.errors import UnreadableError
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import unpacked
@@ -263,3 +265,33 @@ def test_model_states_without_masters_have_a_note(tmp_path: Path, name: str) -> 
         file.unlink()
     assert len(said()) == 1
     assert ckptfix.check(folder).exit_code == 0
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 0), (0, 1), (2, 0), (0, 2), (1, 2)])
+@pytest.mark.parametrize(
+    "form", ["bf16_zero_pp_rank_{}_mp_rank_00_optim_states", "zero_pp_rank_{}_mp_rank_00_model_states"]
+)
+def test_of_two_copies_the_file_with_the_name_of_another_rank_is_named(
+    tmp_path: Path, form: str, source: int, target: int
+) -> None:
+    folder, _ = unpacked("zero3_w3_bf16_g2", tmp_path)
+    (tag,) = folder.glob("global_step*")
+    shutil.copy(tag / f"{form.format(source)}.pt", tag / f"{form.format(target)}.pt")
+    found = ckptfix.open_checkpoint(folder).remarked(Kind.RANK_RENAMED)
+    assert [(fact.place, fact.data["other"]) for fact in found] == [(f"{form.format(target)}.pt", form.format(source))]
+    assert ckptfix.repair(folder, output=tmp_path / "whole.pth").report.is_refused
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "target"),
+    [
+        ("zero2_w2_bf16_g2", "bf16_zero_pp_rank_0_mp_rank_00", "bf16_zero_pp_rank_1_mp_rank_00"),
+        ("tp2_zero2_w4_bf16", "bf16_zero_pp_rank_1_mp_rank_01", "bf16_zero_pp_rank_0_mp_rank_00"),
+    ],
+)
+def test_copies_of_other_sizes_are_named(tmp_path: Path, name: str, source: str, target: str) -> None:
+    folder, _ = unpacked(name, tmp_path)
+    (tag,) = folder.glob("global_step*")
+    shutil.copy(tag / f"{source}_optim_states.pt", tag / f"{target}_optim_states.pt")
+    with pytest.raises(UnreadableError, match=f"{target}_optim_states.pt was saved as {source}_optim_states"):
+        ckptfix.open_checkpoint(folder)
