@@ -105,12 +105,12 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
             continue
         context.statistics_of({str(number): spec for number, spec in enumerate(specs)}).values()
         if bad := soundness(list(storages.values())).count(False):
-            from ckptfix.rules.opt101_stale_optimizer import DROP  # imported late: few files need it
+            from ckptfix.rules.opt101_stale_optimizer import dropping  # imported late: few files need it
 
             yield rule.finding(
                 Level.ERROR,
                 f"{counted(bad, 'storage')} of {place}, outside the weights, with wrong bytes",
-                remedies=(REMEDIES[0], *((DROP,) if is_optimizer else ())),
+                remedies=(REMEDIES[0], *(dropping(context) if is_optimizer else ())),
                 is_accepted=is_optimizer and context.settings.drop_optimizer,
             )
 

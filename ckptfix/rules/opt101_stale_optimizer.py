@@ -77,6 +77,11 @@ IN_STEP = Remedy.of("updates it to match", unsafe_fixes=True)
 KEEP = Remedy.of("keeps it as it is", keep_optimizer=True)
 
 
+def dropping(context: Context) -> tuple[Remedy, ...]:
+    """Return the remedy that drops the optimizer; nothing for a universal checkpoint, which needs one."""
+    return () if context.settings.format == "universal" else (DROP,)
+
+
 def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     """Update the optimizers to match the edits, or report which one cannot follow.
 
@@ -180,7 +185,7 @@ def _stays(
         Level.ERROR,
         f"{optimizer.label} {message}",
         evidence={"parameters": len(optimizer.ids), **evidence},
-        remedies=(DROP, *remedies, KEEP),
+        remedies=(*dropping(context), *remedies, KEEP),
         is_accepted=context.settings.keep_optimizer,
     )
 
@@ -199,7 +204,7 @@ def _brought_in_step(rule: Rule, context: Context, change: Change, way: Followed
         keys=(*way.anew, *way.added),
         evidence={**_evidence(way), **({"would fit as well": others} if others else {})},
         fix=Fix(way.edits(change.new_order), Applicability.SAFE if is_certain else Applicability.UNSAFE),
-        remedies=() if is_certain else (IN_STEP, DROP, KEEP),  # a safe fix needs no decision
+        remedies=() if is_certain else (IN_STEP, *dropping(context), KEEP),  # a safe fix needs no decision
         is_accepted=context.settings.keep_optimizer,
     )
 
@@ -280,7 +285,7 @@ def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change
             Level.WARNING,
             f"{optimizer.label} will be {once}, and cannot follow: {reason}",
             evidence={"parameters": len(optimizer.ids)},
-            remedies=(DROP, KEEP),
+            remedies=(*dropping(context), KEEP),
         )
     if len(found) == 1 and not found[0].is_unchanged and not found[0].naming.is_certain:
         yield rule.finding(

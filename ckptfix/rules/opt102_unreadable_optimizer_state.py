@@ -31,7 +31,7 @@ from ckptfix.core.finding import Finding, Level, Remedy, counted
 from ckptfix.core.objects import Opaque, holds_tensors
 from ckptfix.maps.optimizer_states import Optimizer, optimizers_of
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
-from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
+from ckptfix.rules.opt101_stale_optimizer import KEEP, dropping
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.writing.plain import has_plain_form
 
@@ -66,7 +66,7 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
                     f"{optimizer.label} has {what} of {', '.join(named)} ({where}), which a file for "
                     f"weights_only=True can hold only as plain data: {outcome}",
                     evidence={"classes": named},
-                    remedies=(DROP, Remedy.of("keeps it as plain data", keep_optimizer=True)),
+                    remedies=(*dropping(context), Remedy.of("keeps it as plain data", keep_optimizer=True)),
                     is_accepted=context.settings.keep_optimizer,
                 )
         if uncounted := list(_without_step(optimizer)):
@@ -75,7 +75,7 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
                 f"{optimizer.label} has no `step` for {counted(len(uncounted), 'parameter')}: torch's optimizers fail "
                 "with KeyError: 'step'",
                 evidence={"parameters": [str(number) for number in uncounted]},
-                remedies=(DROP, KEEP),
+                remedies=(*dropping(context), KEEP),
                 is_accepted=context.settings.keep_optimizer,
             )
 

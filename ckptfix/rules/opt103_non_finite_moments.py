@@ -33,7 +33,7 @@ from ckptfix.maps.optimizer_states import (
     values_in,
 )
 from ckptfix.maps.recipes import stored_names
-from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
+from ckptfix.rules.opt101_stale_optimizer import KEEP, dropping
 from ckptfix.rules.rule import Context, Rule
 
 
@@ -53,7 +53,7 @@ def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
             "become NaN at the next step",
             evidence={"parameters": {str(number): fields for number, fields in bad.items()}},
             fix=fix,
-            remedies=(*anew, DROP, KEEP),
+            remedies=(*anew, *dropping(context), KEEP),
             is_accepted=context.settings.keep_optimizer,
         )
 

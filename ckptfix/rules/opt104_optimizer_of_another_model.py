@@ -28,7 +28,7 @@ from ckptfix.core.checkpoint import value_at
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.maps.optimizer_states import fits, logical_shape, optimizers_of, values_in
-from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
+from ckptfix.rules.opt101_stale_optimizer import KEEP, dropping
 from ckptfix.rules.rule import Context, Rule
 
 
@@ -67,7 +67,7 @@ def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding
                 f"{optimizer.label} has moments of {len(strange)} of {matrices} matrices with a shape that no weight "
                 "has: it belongs to another model",
                 evidence={"shapes without a weight": strange[:8]},
-                remedies=(DROP, KEEP),
+                remedies=(*dropping(context), KEEP),
                 is_accepted=context.settings.keep_optimizer,
             )
     # HiFi-GAN saves the generator in another file than both optimizers.

@@ -30,7 +30,7 @@ from typing import Any
 from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.maps.optimizer_states import optimizers_of
-from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
+from ckptfix.rules.opt101_stale_optimizer import KEEP, dropping
 from ckptfix.rules.rule import Context, Rule
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
@@ -71,7 +71,7 @@ def impossible_moments(rule: Rule, context: Context) -> Iterator[Finding]:
                     f"{optimizer.label} has {what.format(counted(len(bad), 'parameter'))}: its tensors were swapped, "
                     "or are from different saves",
                     evidence={"parameters": [str(number) for number in bad]},
-                    remedies=(*advise("fetch its files again"), DROP, KEEP),
+                    remedies=(*advise("fetch its files again"), *dropping(context), KEEP),
                     is_accepted=context.settings.keep_optimizer,
                 )
 

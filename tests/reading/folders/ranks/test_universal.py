@@ -147,7 +147,10 @@ def test_a_universal_checkpoint_that_lacks_a_parameter_is_written_if_it_is_fille
     output = tmp_path / "out"
     with pytest.raises(WriteError, match=r"needs all weights of its optimizer, and l1\.weight is lost; complete it"):
         ckptfix.repair(folder, output=output, salvage=True, format="universal")
-    ckptfix.repair(folder, output=output, salvage=True, fill=tmp_path / "whole.pth", format="universal")
+    report = ckptfix.repair(folder, output=output, salvage=True, fill=tmp_path / "whole.pth", format="universal").report
+    options = [name for finding in report.left for remedy in finding.remedies for name, _ in remedy.options]
+    assert "keep_optimizer" in options
+    assert "drop_optimizer" not in options  # the format needs one
     found = ckptfix.open_checkpoint(output)
     assert all(bytes_of(found.read(key).to(truth[key].dtype)) == bytes_of(truth[key]) for key in truth)
     root: Any = found.root
