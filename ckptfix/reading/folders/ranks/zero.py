@@ -50,7 +50,6 @@ from ckptfix.reading.folders.ranks.zero_experts import take_experts
 from ckptfix.reading.folders.ranks.zero_masters import (
     STACK,
     Masters,
-    Merging,
     absent_masters,
     completed,
     elements_of,
@@ -58,6 +57,7 @@ from ckptfix.reading.folders.ranks.zero_masters import (
     joined_masters,
     lost,
     restacked,
+    stage_of,
 )
 from ckptfix.reading.folders.ranks.zero_numbered import EXPERT_KEY, merged_optimizer
 from ckptfix.reading.folders.ranks.zero_splits import check_degree, kinds_of_splits, splits_of_ranks
@@ -436,7 +436,7 @@ def first_of(states: Mapping[int, Any]) -> int:
 def _name_of_states(files: RankFiles, rank: int, are_spread: bool) -> str:
     """Return the name of the first model states of a tensor-parallel rank."""
     if not are_spread and any(model == rank for _, model in by_rank(files.folder, ZERO_OPTIM)):
-        are_spread = Merging(RankFiles(files.folder, salvage=True), rank).first.stage == 3
+        are_spread = stage_of(files, rank) == 3
     return f"{f'{_SPREAD}_0_' * are_spread}mp_rank_{rank:02d}_model_states.pt"
 
 
