@@ -268,6 +268,10 @@ class Kind(Enum):
     RANK_REPEATED = ("rank-repeated", "holds the same values as {other}")
     RANK_RENAMED = ("rank-renamed", _rank_renamed)
     COPY_RENAMED = ("copy-renamed", _rank_renamed)
+    LAYER_SKIPPED = (
+        "layer-skipped",
+        "{place} is not there, between the files of two layers with equal names and shapes",
+    )
     LAYER_LACKING = ("layer-lacking", "is in every layer except layer {number}")
     RANK_FOREIGN = ("rank-foreign", "was saved with a different {names:names} than most ranks")
     COMPLETE_COPY = ("complete-copy", "{place} has all weights in {dtype}")

@@ -207,6 +207,12 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             keys=tuple(fact.place for fact in lacking),
             remedies=advise("fetch the folders of these parameters, or name the model to compare with"),
         )
+    for fact in checkpoint.remarked(Kind.LAYER_SKIPPED):
+        yield rule.finding(
+            Level.NOTE,
+            f"{clause(fact)}: it is missing, unless this layer has no parameters",
+            remedies=advise("compare the files with those of the run, or name the model to compare with"),
+        )
     if moved := checkpoint.remarked(Kind.COPY_RENAMED):
         yield rule.finding(
             Level.WARNING,

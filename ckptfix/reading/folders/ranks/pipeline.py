@@ -96,6 +96,8 @@ def document(files: RankFiles) -> Document:
         lost[name] = weights[name].nbytes * tensor
     read = {(layer, rank): parts.get((layer, rank)) for layer in layers for rank in range(tensor)}
     _note_missing_layers(files, found, read, [name for name, nbytes in lost.items() if nbytes])
+    if not stages:
+        _note_skipped(files, {layer: parts[layer, 0] for layer in layers if parts.get((layer, 0)) is not None}, found)
     producer = f"DeepSpeed pipeline, {counted(len(layers), 'layer')}"
     optimizer, halves = None, OrderedDict(weights)
     if by_rank(folder, ZERO_OPTIM) and not is_summed:
@@ -159,6 +161,23 @@ def _note_missing_layers(
     if unread := (*(form.format(*place) for place in read if place[0] not in kept), *unknown):
         unnamed = f"{first_names(unread)} other than trained weights, if there were any"
         files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost=unnamed)] = None
+
+
+def _note_skipped(files: RankFiles, states: Mapping[int, Any], found: Mapping[tuple[int, ...], Path]) -> None:
+    """Remark the numbers without a file between two layers with equal names and shapes, if no model states list the
+    parameters. Layers without parameters have no file, so most neighbours of such layers have to be there."""
+    forms = {
+        layer: {key: getattr(spec, "shape", None) for key, spec in state.items()} for layer, state in states.items()
+    }
+    pairs = sum(bool(form) and forms.get(layer + 1) == form for layer, form in forms.items())
+    gaps = [
+        layer + 1 for layer, form in forms.items() if form and layer + 1 not in forms and forms.get(layer + 2) == form
+    ]
+    named = {layer: file.name for (layer, _), file in found.items()}
+    if len(gaps) < pairs:
+        for gap in gaps if not {*gaps} & named.keys() else ():
+            name = named[gap - 1].replace(f"layer_{gap - 1:02d}", f"layer_{gap:02d}", 1)
+            files.remarks[Fact(Kind.LAYER_SKIPPED, name)] = None
 
 
 def _unplaced(weights: Mapping[str, Any], names: Mapping[str, tuple[int, ...]]) -> list[str]:

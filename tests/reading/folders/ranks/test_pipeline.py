@@ -173,6 +173,25 @@ def test_a_layer_with_other_parameters_is_named(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(folder)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "skipped"),
+    [
+        ([2, 3, 4, 6, 7], ["layer_05-model_00-model_states.pt"]),
+        ([2, 3, 4, 5, 6, 7], []),
+        ([2, 4, 6, 8], []),  # every other layer has no parameters
+        ([2, 3, 6, 7], []),  # two stacks
+    ],
+)
+def test_a_gap_in_a_stack_of_equal_layers_is_noted(tmp_path: Path, blocks: list[int], skipped: list[str]) -> None:
+    for layer in (0, *blocks, 10):
+        state = {"weight": torch.ones(4, 4) * layer} if layer in blocks else {"head.weight": torch.ones(layer + 1, 4)}
+        save_layer(tmp_path, layer, [state])
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert [fact.place for fact in checkpoint.remarked(Kind.LAYER_SKIPPED)] == skipped
+    notes = [each for each in ckptfix.check(tmp_path).findings if "unless this layer has no" in each.message]
+    assert (len(notes), ckptfix.check(tmp_path).exit_code) == (len(skipped), 0)
+
+
 FIELDS = ("fp32", "exp_avg", "exp_avg_sq")
 
 
