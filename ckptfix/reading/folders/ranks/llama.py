@@ -58,7 +58,7 @@ def find(folder: Path) -> Path | None:
 
 
 def document(files: RankFiles) -> Document | None:
-    """Return the document of a folder of Meta's Llama; None for a single file that is complete by itself."""
+    """Return the document of a folder of Meta's Llama; that of the file itself if it is the only one and complete."""
     folder = files.folder
     ranks = {rank: file for (rank,), file in by_rank(folder, LLAMA_SHARD).items()}
     states = {rank: root for rank, file in ranks.items() if (root := files.root(file)) is not None}
@@ -66,7 +66,7 @@ def document(files: RankFiles) -> Document | None:
     degree = max((_ranks_of(state, params) for state in states.values()), default=1)
     world = max(max(ranks) + 1, degree)
     if world == 1 and not params:
-        return None
+        return files.opened(ranks[0])
     files.note_missing(world, ranks, "consolidated.{:02d}.pth")
     files.check_absent(world - len(ranks))
     if not states:
