@@ -283,7 +283,7 @@ def test_no_command_for_one_rank_of_a_model(model):
 def test_no_command_leaves_the_optimizer_of_one_rank_out(tmp_path):
     """Its weights would still be those of one rank."""
     folder, _ = unpacked("fsdp2_w4", tmp_path)
-    alone = (folder / "model_world_size_4_rank_1.pt").rename(tmp_path / "rank_1.pt")
+    alone = (folder / "model_world_size_4_rank_1.pt").rename(tmp_path / "alone.pt")
     report = ckptfix.check(alone)
     assert {"FIL105", "OPT102"} <= {finding.code for finding in report.left}
     assert next_command(report, Presentation()) == ""
