@@ -247,22 +247,21 @@ class RankFiles:
             try:
                 yield
             except UnreadableError as error:
-                if type(error) is UnreadableError and (moved := self._moved(str(error))):
+                if type(error) is UnreadableError and (moved := self._moved()):
                     raise UnreadableError(*error.args, moved, data=error.data) from error
                 raise
             except MALFORMED as error:
                 why = f"its files are not what their framework writes ({type(error).__name__}: {error})"
-                if moved := self._moved(""):
+                if moved := self._moved():
                     raise UnreadableError(f"{self.folder}: {why}{moved}") from error
                 raise UnreadableError(f"{self.folder}: {why}; they are damaged or from an unknown release") from error
 
-    def _moved(self, said: str) -> str:
-        """Return in words which files are copies of others or were renamed, if the message does not say so yet."""
+    def _moved(self) -> str:
+        """Return in words which files are copies of others or were renamed."""
         self.note_renamed()
         kinds = (Kind.RANK_REPEATED, Kind.RANK_RENAMED)
         found = [f"{fact.place} {clause(fact)}" for fact in self.remarks if fact.kind in kinds]
-        new = [words for words in found if words not in said][:LISTED]
-        return f"; {'; '.join(new)}: fetch the files with wrong names again" if new else ""
+        return f"; {'; '.join(found[:LISTED])}: fetch the files with wrong names again" if found else ""
 
     def note_missing(self, world: int, present: Mapping[int, Path], pattern: str, groups: int = 1) -> None:
         """Record as damage the ranks of ``world`` without a file; ``pattern`` formats the name of a rank's file.

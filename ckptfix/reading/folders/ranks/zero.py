@@ -29,7 +29,7 @@ from ckptfix.core.objects import tensors_in
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
-from ckptfix.errors import CkptfixError, UnreadableError
+from ckptfix.errors import CkptfixError, UnreadableError, one_line
 from ckptfix.reading.folders.chunks import Flat, Spread
 from ckptfix.reading.folders.rank_shards import LIGHTNING_RELEASE
 from ckptfix.reading.folders.ranks import megatron
@@ -317,7 +317,7 @@ def _masters(files: RankFiles, merge: Callable[[], Masters], complete: Fact | No
             raise
         if not takes_copy:
             raise UnreadableError(*error.args, f", or {in_copy(complete)}", data=error.data) from error
-        why = str(error).removeprefix(f"{files.folder}: ").partition(";")[0]
+        why = clauses(files.damage[damage:]) or one_line(str(error.args[0]).removeprefix(f"{files.folder}: "))
     else:
         if not takes_copy or len(files.damage) == damage:
             return masters
