@@ -319,7 +319,7 @@ class Merging:
             for name, numel in chain.from_iterable(self.states[rank].slices[index].items() for rank in ranks):
                 held[name] = held.get(name, 0) + numel
             if odd := [name for name, numel in held.items() if name in module and module[name].numel != numel]:
-                raise ValueError(f"slices of {first_names(odd)} that do not add up to its shape")
+                raise ValueError(f"slices of {first_names(odd)} that do not add up to their shapes")
             yield {name: module[name].shape if name in module else (numel,) for name, numel in held.items()}
 
     def _check_slices(self, run: _FlatRun) -> None:
@@ -335,7 +335,7 @@ class Merging:
             added.update(slices[run.groups[0]])
         named = {name: math.prod(shape) for name, shape in run.shapes.items()}
         if odd := [name for name in {**named, **added} if named.get(name, 0) != added[name]]:
-            raise ValueError(f"the slices of {first_names(odd)} in the optimizer states do not add up to its shape")
+            raise ValueError(f"the slices of {first_names(odd)} in the optimizer states do not add up to their shapes")
 
     def _states(self, file: Path) -> _States | None:
         root = self.files.root(file)
