@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import Content, is_torn
 from ckptfix.core.facts import Fact, Kind, clauses, in_copy
@@ -45,8 +47,8 @@ from ckptfix.reading.folders.ranks.files import (
 )
 from ckptfix.reading.folders.ranks.names import LATEST, ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
-from ckptfix.reading.folders.ranks.partition import Joining, emptied
-from ckptfix.reading.folders.ranks.zero_experts import take_experts
+from ckptfix.reading.folders.ranks.partition import Joining, SplitOf, emptied
+from ckptfix.reading.folders.ranks.zero_experts import Experts, take_experts
 from ckptfix.reading.folders.ranks.zero_masters import (
     STACK,
     Masters,
@@ -154,112 +156,188 @@ def find(folder: Path) -> Path | None:
     return tagged(folder, LATEST, _has_states)
 
 
+class _ModelStates(Struct):
+    """The model states of all tensor-parallel ranks. Those without any that can be read have no ``states``."""
+
+    ranks: Sequence[int]
+    files: Mapping[int, Mapping[int, Path]]  # those of each rank, by data-parallel rank
+    states: Sequence[Mapping[int, Any]]  # their content
+    degree: int | None  # the number of ranks in them
+    are_spread: bool  # whether each data-parallel rank has its own, as in stage 3
+
+    @property
+    def unknown(self) -> list[int]:
+        """The ranks whose names and shapes are in no file."""
+        return [rank for rank, found in zip(self.ranks, self.states, strict=True) if not found]
+
+
 def document(files: RankFiles) -> Document:
     """Return the merged document: the container of the first model states with whole weights."""
-    path, optim, models = str(files.folder), by_rank(files.folder, ZERO_OPTIM), by_rank(files.folder, ZERO_MODEL)
+    path, models = str(files.folder), _model_states(files)
+    roots = _roots(files, models)
+    plain = _trained(roots[0])
+    experts = take_experts(files, roots, models.are_spread)
+    for root, found in zip(roots, models.states, strict=True):
+        root["module"] = restacked(root["module"], path)
+        root["shared_params"] = _ties(root, found, models.are_spread, path)
+    known = next((root for root, found in zip(roots, models.states, strict=True) if found), roots[0])
+    joining, split_of = Joining(path), splits_of_ranks(known, megatron.RULES, known["module"])
+    neox, modules = Neox(files.folder), [root["module"] for root in roots]
+    masters = _merged(files, models, roots, joining, split_of, experts, neox.is_summed(modules))
+    frozen = _frozen(files, models, roots, masters.world, joining, split_of) if masters and masters.stage == 3 else {}
+    whole = OrderedDict(neox.join(joining, modules, split_of)) if len(modules) > 1 else modules[0]
+    neox.note(files.remarks, len(modules), masters.tensors if masters else ())
+    root, trained = {**roots[0], "module": whole}, masters.tensors if masters else {}
+    weights = whole_module(root, trained, frozen, path)
+    elsewhere = {id(spec) for spec in (*trained.values(), *frozen.values())}  # and counted there
+    kept = {name: spec for name, spec in weights.items() if name in joining.lacking and id(spec) not in elsewhere}
+    files.lacking.update({name: joining.lacking[name] for name, spec in kept.items() if is_torn(spec)})
+    merged = _container(files, root, weights, masters, lambda: merged_optimizer(files, roots, plain, joining, split_of))
+    files.remarks.pop(Fact(Kind.ATTRIBUTE_OF_TENSOR, _NUMBER_OF_PARAMETER), None)
+    files.note_renamed()
+    note_masters(files, whole, trained if _has_optim(files) else {})
+    note_copies(files.remarks, joining.differing, megatron.may_drift(root))
+    made_by = masters.release if masters else f"DeepSpeed {root.get('ds_version', '')}".strip()
+    world = f", {counted(masters.world, 'rank')}" if masters else ""
+    producer = made_by + world + (f", TP {len(roots)}" if len(roots) > 1 else "")
+    return files.document(NAME, merged, producer, copies_of(masters, whole, path) if masters else {})
+
+
+def _model_states(files: RankFiles) -> _ModelStates:
+    """Read the model states of each tensor-parallel rank, and record as damage those that are missing."""
+    optim, models = by_rank(files.folder, ZERO_OPTIM), by_rank(files.folder, ZERO_MODEL)
     named = sorted({numbers[-1] for numbers in (*optim, *models, *by_rank(files.folder, ZERO_EXPERT))})
     present = {rank: {data: file for (data, model), file in models.items() if model == rank} for rank in named}
     held = {rank: own for rank, files_of in present.items() if (own := states_of_ranks(files, files_of))}
-    tensor, degree = _tensor_ranks(files, named, held)
-    present = {rank: present.get(rank, {}) for rank in tensor}
-    states = [held.get(rank, {}) for rank in tensor]
-    are_spread = any(file.name.startswith(_SPREAD) for file in models.values())
-    unknown = [rank for rank, found in zip(tensor, states, strict=True) if not found]
-    lacking = [_name_of_states(files, rank, are_spread) for rank in unknown]
-    if absent := tuple(name for rank, name in zip(unknown, lacking, strict=True) if not present[rank]):
-        files.damage.append(Fact.of(Kind.STATES_LACKING, names=absent))
-    roots = [dict(found[first_of(found)]) if found else {} for found in states]
-    if len(tensor) > len(lacking):
+    ranks, degree = _tensor_ranks(files, named, held)
+    found = _ModelStates(
+        ranks,
+        {rank: present.get(rank, {}) for rank in ranks},
+        [held.get(rank, {}) for rank in ranks],
+        degree,
+        any(file.name.startswith(_SPREAD) for file in models.values()),
+    )
+    absent = [rank for rank in found.unknown if not found.files[rank]]
+    if names := tuple(_name_of_states(files, rank, found.are_spread) for rank in absent):
+        files.damage.append(Fact.of(Kind.STATES_LACKING, names=names))
+    return found
+
+
+def _roots(files: RankFiles, models: _ModelStates) -> list[dict[str, Any]]:
+    """Return the model states of each tensor-parallel rank. Unknown ones are those of another rank, with the bytes
+    marked as lost; without any, the names come from the optimizer states.
+
+    Raises ``UnreadableError`` if these cannot tell them, or if the ranks do not divide weights alike."""
+    path = str(files.folder)
+    lacking = [_name_of_states(files, rank, models.are_spread) for rank in models.unknown]
+    roots = [dict(found[first_of(found)]) if found else {} for found in models.states]
+    if len(roots) > len(lacking):
         like = next(filter(None, roots))
         # Their names come from the slices of the ranks, and the shapes from another tensor-parallel rank.
         shared = {"shared_params": {**tied(like), **(like.get("shared_params") or {})}}
         nameless = {key: value for key, value in like.items() if key != "param_shapes"} | (shared if lacking else {})
         roots = [root or {**nameless, "module": OrderedDict(emptied(like["module"], path))} for root in roots]
-    elif len(tensor) == 1:
+    elif len(roots) == 1:
         roots = [{"module": OrderedDict(), "shared_params": None}]
-        lost = f"{lacking[0]}, and the shapes of the others" if optim else lacking[0]
+        lost = f"{lacking[0]}, and the shapes of the others" if _has_optim(files) else lacking[0]
         files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost=lost)] = None
     else:
         what = f"{clauses(files.damage)}; no other file has the names and shapes of the weights"
         raise UnreadableError(f"{path}: {what}; fetch {first_names(lacking)}")
-    kinds = [kinds_of_splits(root) for root, found in zip(roots, states, strict=True) if found]
+    kinds = [kinds_of_splits(root) for root, found in zip(roots, models.states, strict=True) if found]
     if any(kind != kinds[0] for kind in kinds):
         raise UnreadableError(
             f"{path}: its tensor-parallel ranks do not say the same about how they divide weights; they are damaged or"
             " from different saves"
         )
-    if degree is None and len(tensor) > 1:
-        check_degree(path, roots[0]["module"], len(tensor))
-    plain = _trained(roots[0])
-    experts = take_experts(files, roots, are_spread)
-    for root, found in zip(roots, states, strict=True):
-        root["module"] = restacked(root["module"], path)
-        listed = root["shared_params"] if "shared_params" in root else _copied(root["module"])
-        listed = tied(root) if found and (first_of(found) or (are_spread and not listed)) else listed
-        root["shared_params"] = {**_routers(root, path), **(listed or {})}
-    known = next((root for root, found in zip(roots, states, strict=True) if found), roots[0])
-    joining, split_of = Joining(path), splits_of_ranks(known, megatron.RULES, known["module"])
-    neox, modules = Neox(files.folder), [root["module"] for root in roots]
-    has_masters = bool(optim) and not neox.is_summed(modules)
-    complete = complete_copy(files.folder, roots) if has_masters and not (experts.absent or experts.damaged) else None
-    merge = partial(joined_masters, files, tensor, roots, joining, split_of)
-    masters = _masters(files, merge, complete) if has_masters else None
-    if are_spread and not optim:
-        masters = absent_masters(files, tensor, roots, joining, split_of)
+    if models.degree is None and len(roots) > 1:
+        check_degree(path, roots[0]["module"], len(roots))
+    return roots
+
+
+def _ties(root: Any, found: Mapping[int, Any], are_spread: bool, path: str) -> dict[str, str]:
+    """Return the names of tied parameters of a tensor-parallel rank with the names that have the values."""
+    listed = root["shared_params"] if "shared_params" in root else _copied(root["module"])
+    listed = tied(root) if found and (first_of(found) or (are_spread and not listed)) else listed
+    return {**_routers(root, path), **(listed or {})}
+
+
+def _merged(
+    files: RankFiles,
+    models: _ModelStates,
+    roots: Sequence[Any],
+    joining: Joining,
+    split_of: SplitOf,
+    experts: Experts,
+    is_summed: bool,
+) -> Masters | None:
+    """Return the masters; None if there are none, or if the complete copy in the model states is taken instead.
+
+    If stage 3 has no optimizer states, they are those that are lost. ``is_summed`` is whether the weights are sums over
+    the ranks, which masters are not."""
+    has_optim, masters = _has_optim(files), None
+    complete = None
+    if has_optim and not is_summed:
+        is_whole = not (experts.absent or experts.damaged)
+        complete = complete_copy(files.folder, roots) if is_whole else None
+        merge = partial(joined_masters, files, models.ranks, roots, joining, split_of)
+        masters = _masters(files, merge, complete)
+    elif models.are_spread and not has_optim:
+        masters = absent_masters(files, models.ranks, roots, joining, split_of)
     if masters is None:
         joining.differing.clear()
     experts.note(files, masters.tensors if masters else None)
     if complete is not None and masters is not None and files.damage:
         files.remarks[complete] = None
-    frozen: Mapping[str, Any] = {}
-    if masters is not None and masters.stage == 3:
-        pairs = zip(roots, states, strict=True)
-        shares = [frozen_parameters(root, found, masters.world, files) if found else None for root, found in pairs]
-        parts = completed(files, "", shares, split_of)
-        for rank, root, found in zip(tensor, roots, states, strict=True):
-            if root.get("frozen_param_shapes") or 0 not in present[rank]:
-                pattern = f"{_SPREAD}_{{}}_mp_rank_{rank:02d}_model_states.pt"
-                files.note_missing(masters.world, present[rank], pattern, len(tensor))
-            if first := first_of(found):
-                files.remarks[Fact(Kind.STATES_OF, present[rank][first].name)] = None
-        frozen = joining.whole(parts, split_of)
-    whole = OrderedDict(neox.join(joining, modules, split_of)) if len(modules) > 1 else modules[0]
-    neox.note(files.remarks, len(modules), masters.tensors if masters else ())
-    root = {**roots[0], "module": whole}
-    trained = masters.tensors if masters else {}
-    weights = whole_module(root, trained, frozen, path)
-    whole_elsewhere = {id(spec) for spec in (*trained.values(), *frozen.values())}  # and counted there
-    kept = {name: spec for name, spec in weights.items() if name in joining.lacking and id(spec) not in whole_elsewhere}
-    files.lacking.update({name: joining.lacking[name] for name, spec in kept.items() if is_torn(spec)})
+    return masters
+
+
+def _frozen(
+    files: RankFiles, models: _ModelStates, roots: Sequence[Any], world: int, joining: Joining, split_of: SplitOf
+) -> Mapping[str, Any]:
+    """Return the frozen parameters of stage 3, and record as damage the ranks without model states."""
+    pairs = [*zip(roots, models.states, strict=True)]
+    shares = [frozen_parameters(root, found, world, files) if found else None for root, found in pairs]
+    parts = completed(files, "", shares, split_of)
+    for rank, (root, found) in zip(models.ranks, pairs, strict=True):
+        present = models.files[rank]
+        if root.get("frozen_param_shapes") or 0 not in present:
+            files.note_missing(world, present, f"{_SPREAD}_{{}}_mp_rank_{rank:02d}_model_states.pt", len(roots))
+        if first := first_of(found):
+            files.remarks[Fact.of(Kind.STATES_OF, present[first].name)] = None
+    return joining.whole(parts, split_of)
+
+
+def _container(
+    files: RankFiles,
+    root: Any,
+    weights: Mapping[str, Any],
+    masters: Masters | None,
+    numbered: Callable[[], dict[str, Any] | None],
+) -> dict[str, Any]:
+    """Return the container with whole weights and the optimizer by name. ``numbered`` merges the one in the model
+    states of runs without ZeRO."""
+    has_optim = _has_optim(files)
     if flat := tuple(name for name in weights if masters is not None and name in masters.unshaped):
         files.remarks[Fact.of(Kind.FLATTENED, keys=flat)] = None
         files.remarks[Fact.of(Kind.RANK_LEFT_OUT, "optimizer", why="its moments are flat")] = None
-    if masters is not None or optim:
+    if masters is not None or has_optim:
         optimizer = masters and masters.optimizer if not flat else None
     else:
-        optimizer = merged_optimizer(files, roots, plain, joining, split_of)
-    has_optimizer = bool(optim or root.get("optimizer"))
-    if (
-        optimizer is None
-        and has_optimizer
-        and not optim
-        and {each.kind for each in files.damage} - {Kind.EXPERTS_LACKING}
-    ):
+        optimizer = numbered()
+    has_optimizer = bool(has_optim or root.get("optimizer"))
+    is_numbered = optimizer is None and has_optimizer and not has_optim
+    if is_numbered and {each.kind for each in files.damage} - {Kind.EXPERTS_LACKING}:
         files.damage.append(Fact(Kind.EXTRAS_LOST, "optimizer"))
         has_optimizer = False
     merged = container(files, root, weights, optimizer, has_optimizer)
     if "args" in merged:
         merged["args"] = megatron.whole_arguments(merged["args"])
-    if LIGHTNING_RELEASE in merged:
-        merged = _of_lightning(merged)
-    files.remarks.pop(Fact(Kind.ATTRIBUTE_OF_TENSOR, _NUMBER_OF_PARAMETER), None)
-    files.note_renamed()
-    note_masters(files, root["module"], masters.tensors if masters and optim else {})
-    note_copies(files.remarks, joining.differing, megatron.may_drift(root))
-    made_by = masters.release if masters else f"DeepSpeed {root.get('ds_version', '')}".strip()
-    ranks = f", {counted(masters.world, 'rank')}" if masters else ""
-    producer = made_by + ranks + (f", TP {len(tensor)}" if len(tensor) > 1 else "")
-    return files.document(NAME, merged, producer, copies_of(masters, root["module"], path) if masters else {})
+    return _of_lightning(merged) if LIGHTNING_RELEASE in merged else merged
+
+
+def _has_optim(files: RankFiles) -> bool:
+    return bool(by_rank(files.folder, ZERO_OPTIM))
 
 
 def _tensor_ranks(
