@@ -193,6 +193,7 @@ class Kind(Enum):
     STORAGE_LACKING = ("storage-lacking", "lacks its storage {place}")
     STORAGE_SIZE = ("storage-size", _storage_size)
     STORAGES_LACKING = ("storages-lacking", "lacks {more} more")
+    STORAGE_UNNAMED = ("storage-unnamed", "has {place}, which its list of weights does not name")
     STORAGES_UNWRITTEN = ("storages-unwritten", "lacks {storages:storage} that its tensors use")
     STORAGES_CUT = ("storages-cut", "is cut short inside its storages")
     SOURCES_LOST = ("sources-lost", "lacks the source of some classes, so every tensor in them counts as a weight")

@@ -1,7 +1,8 @@
 """The archive of torch.export since torch 2.8 (``.pt2``): raw storages, and a JSON file that describes them.
 
 ``data/weights/<model>_weights_config.json`` has the names, dtypes, shapes and strides of a model's state_dict, and for
-each tensor its member ``data/weights/weight_N``; tied tensors share one. The graph and its constants are not read.
+each tensor its member ``data/weights/weight_N``. Tensors that share a storage share the member, which is all of it even
+if none of them covers it. Every member is some tensor's. The graph and its constants are not read.
 
 Layout: https://docs.pytorch.org/docs/stable/export/pt2_archive.html, ``torch/_export/serde/schema.py``."""
 
@@ -45,33 +46,45 @@ def read(content: Content) -> Document:
     for name in configs:
         models[name.removeprefix(_FOLDER).removesuffix(_CONFIG)] = _weights(content, reading, name)
     root: Any = next(iter(models.values())) if len(models) == 1 else models
+    used = {storage.key for weights in models.values() for spec in weights.values() for storage in spec.storages}
+    members = (name.removeprefix(_FOLDER) for name in reading.whole if name.startswith(_FOLDER) and name not in configs)
+    unnamed = [Fact(Kind.STORAGE_UNNAMED, f"{_FOLDER}{name}") for name in members if name not in used]
+    reading.torn += unnamed
     remarks = [Fact(Kind.TORCH_EXPORT), *reading.doubts, *archive.doubts]
     return Document(content.path, NAME, root, remarks=remarks, damage=[*reading.damage, *archive.damage(root)])
 
 
 def _weights(content: Content, reading: Reading, name: str) -> OrderedDict[str, Any]:
-    weights: OrderedDict[str, Any] = OrderedDict()
-    storages: dict[str, Storage] = {}
+    specs: OrderedDict[str, tuple[str, TensorSpec]] = OrderedDict()
+    sizes_of: dict[str, int] = {}  # of the storages, as far as the tensors in them reach
     try:
         for key, entry in content.bounds.parse_json(reading.member(name))["config"].items():
-            place = f"{_FOLDER}{entry['path_name']}"
             if entry["use_pickle"]:
                 raise UnreadableError(
                     f"{content.path}: {key} is a quantised weight or another subclass of torch.Tensor, which"
                     " torch.export stores as a pickle; load it with torch.export.load, and save the state_dict"
                 )
-            spec = _spec(entry["tensor_meta"])
-            if place not in storages:
-                present = place if place in reading.archive.members else None
-                storages[place] = reading.storage(entry["path_name"], present, place, spec.extent[1], "cpu")
-            spec = replace(spec, storage=storages[place], is_parameter=bool(entry["is_param"]))
-            weights[key] = checked(spec, content.path)
+            spec = replace(_spec(entry["tensor_meta"]), is_parameter=bool(entry["is_param"]))
+            specs[key] = (place := str(entry["path_name"])), spec
+            sizes_of[place] = max(sizes_of.get(place, 0), spec.extent[1])
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise UnreadableError(
             f"{content.path}: its list of weights is not what torch.export writes ({type(error).__name__}: {error}); "
             "it is damaged or from an unknown release"
         ) from error
-    return weights
+    storages = {place: _storage(reading, place, nbytes) for place, nbytes in sizes_of.items()}
+    return OrderedDict(
+        (key, checked(replace(spec, storage=storages[place]), content.path)) for key, (place, spec) in specs.items()
+    )
+
+
+def _storage(reading: Reading, place: str, nbytes: int) -> Storage:
+    """Return the storage of some tensors, of which they need at least the first ``nbytes`` bytes."""
+    name = f"{_FOLDER}{place}"
+    present = name if name in reading.archive.members else None
+    if present is not None and reading.archive.is_whole(name):
+        nbytes = max(nbytes, reading.archive.source(name).nbytes)
+    return reading.storage(place, present, name, nbytes, "cpu")
 
 
 def _spec(meta: Mapping[str, Any]) -> TensorSpec:

@@ -57,6 +57,40 @@ def test_the_weights_are_those_of_the_module(exported: tuple[Path, dict[str, tor
     assert Net().load_state_dict(written, strict=True)
 
 
+class Views(nn.Module):
+    """A model whose buffers share storages: one is part of the next, and two do not cover theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole, other = torch.arange(12.0).reshape(3, 4), torch.arange(100.0)
+        views = {"part": whole[:1], "whole": whole, "one": other[10:20], "two": other[30:40].view(2, 5)}
+        for name, view in views.items():
+            self.register_buffer(name, view)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(buffer.sum() for buffer in self.buffers())
+
+
+@pytest.mark.filterwarnings("ignore:No complete tensor found")
+def test_views_share_the_storage_of_all(tmp_path: Path) -> None:
+    model = Views().eval()
+    torch.export.save(torch.export.export(model, (torch.ones(2),)), tmp_path / "net.pt2")
+    ckptfix.repair(tmp_path / "net.pt2", output=tmp_path / "net.pth")
+    written = torch.load(tmp_path / "net.pth")
+    assert {key: bytes_of(value) for key, value in written.items()} == {
+        key: bytes_of(value) for key, value in model.state_dict().items()
+    }
+
+
+def test_a_weight_without_a_name_is_named(exported: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    with zipfile.ZipFile(exported[0]) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("_weights_config.json"))
+        place = json.loads(archive.read(name))["config"]["one.bias"]["path_name"]
+    changed = rewritten(exported[0], tmp_path / "a.pt2", {"path_name": "weight_0"})
+    with pytest.raises(UnreadableError, match=f"data/weights/{place}, which its list of weights does not name"):
+        ckptfix.open_checkpoint(changed)
+
+
 def test_reading_only_the_weights_is_reported(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
     (finding,) = [found for found in ckptfix.check(exported[0]).findings if found.code == "FIL102"]
     assert "a torch.export program (only its weights)" in finding.message
