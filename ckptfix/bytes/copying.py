@@ -26,7 +26,7 @@ from ckptfix.core.progress import Task
 from ckptfix.core.spec import ByteSource
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
+    from concurrent.futures import Executor, Future
 
 WINDOW = 512 << 10  # bytes that are written and read back at a time: they stay in the processor's cache
 
@@ -39,7 +39,7 @@ LARGE = 1 << 20  # bytes from which a range is worth up to a page of padding to 
 
 # Bytes of a file to copy in one call of the kernel: progress is shown and signals are handled between calls.
 CHUNK = 64 << 20
-FLUSHED = 64 << 20  # bytes of a new file after which the disk is told to start writing
+FLUSHED = 64 << 20  # bytes of a new file after which they are flushed to disk
 SMALL = 64 << 10  # up to this size, the window is cheaper than calls of the kernel for a single storage
 
 # Windows for reuse: allocating them for each file would take as long as reading it back.
@@ -65,7 +65,8 @@ class Copier:
     _begin: int  # position of the window in the file
     _filled: int
     _room: int
-    _flusher: Executor | None  # a thread that tells the disk to start writing
+    _flusher: Executor | None  # a thread that flushes the file to disk
+    _flush: Future[None] | None  # its latest flush
 
     def __init__(self, file: BinaryIO, task: Task | None = None, verifier: Verifier | None = None) -> None:
         self.copied: list[Copied] = []
@@ -79,7 +80,7 @@ class Copier:
             self._window, self._written = bytearray(WINDOW), bytearray(WINDOW)
         self._view = memoryview(self._window)
         self._ranges: list[Copied] = []  # ranges in the window, the last one possibly in part
-        self._threads, self._flusher = ExitStack(), None
+        self._threads, self._flusher, self._flush = ExitStack(), None, None
         self._begin_at(file.tell())
         self._task = task or Task("", 0)
         if self._descriptor is not None and self._task.total >= FLUSHED:
@@ -92,6 +93,8 @@ class Copier:
         with self._threads:
             if raised is None:
                 self.seek(self.tell())
+                if self._flush is not None:
+                    self._flush.result()
         _BUFFERS.append((self._window, self._written))
 
     def tell(self) -> int:
@@ -201,15 +204,25 @@ class Copier:
                 del self._ranges[:ended]
             else:
                 self._ranges.clear()
-        start = self._begin // FLUSHED * FLUSHED
-        if start + FLUSHED <= end and self._descriptor is not None and hasattr(os, "posix_fadvise"):  # macOS has none
-            # Start writing these bytes to disk: a repair of 1 GB takes 13 to 16 % longer if all are left for the end.
-            # DONTNEED makes Linux start writing, and keeps pages that are not written yet. The call sometimes waits for
-            # the disk: in the main thread, renaming all keys of a file of 1.7 GB takes 10 % longer.
-            if self._flusher is None:
-                self._flusher = self._threads.enter_context(background())
-            self._flusher.submit(os.posix_fadvise, self._descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+        if self._begin // FLUSHED < end // FLUSHED:
+            self._start_flush()
         self._begin_at(end)
+
+    def _start_flush(self) -> None:
+        """Flush to disk what is written so far, while the next bytes are copied: merging ranks of 1 GB takes a fifth
+        less time than if all is flushed at the end, with or without POSIX_FADV_DONTNEED before that. In the main
+        thread, renaming all keys of a file of 1.7 GB would take 10 % longer.
+
+        The system reports a failed write only once, to the flush that meets it, so its error is raised here."""
+        if self._descriptor is None or not hasattr(os, "fdatasync"):  # macOS has none
+            return
+        if self._flush is not None:
+            if not self._flush.done():
+                return
+            self._flush.result()
+        if self._flusher is None:
+            self._flusher = self._threads.enter_context(background())
+        self._flush = self._flusher.submit(os.fdatasync, self._descriptor)
 
     def _write_window(self, window: memoryview) -> None:
         done = 0

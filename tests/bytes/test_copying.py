@@ -24,6 +24,7 @@ from ckptfix.bytes.sources import (
     located,
     ranges_of,
 )
+from ckptfix.bytes.threads import without_threads
 from ckptfix.core.progress import Task
 from ckptfix.errors import UnreadableError
 from tests.reading.files import opened, saved, write
@@ -338,20 +339,31 @@ def test_nothing_is_written_after_an_error(tmp_path):
     assert (tmp_path / "file").read_bytes() == b""
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="macOS has none")
-def test_flushing_starts_early_and_its_refusal_is_ignored(place, tmp_path, monkeypatch):
-    asked: list[tuple[int, int]] = []
+@pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="macOS has none")
+def test_flushing_starts_while_bytes_are_copied(place, tmp_path, monkeypatch):
+    sizes: list[int] = []
+    monkeypatch.setattr(copying, "FLUSHED", WINDOW)
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    assert copied(place, 0, len(DATA), tmp_path) == (DATA, len(DATA))
+    assert sizes
+    assert sizes[0] < len(DATA)
 
-    def refuse(descriptor: int, start: int, count: int, advice: int) -> None:
-        os.fstat(descriptor)  # the file is still open
-        asked.append((start, count))
-        raise OSError(errno.EINVAL, "no advice is taken here")
+
+@pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="macOS has none")
+@pytest.mark.parametrize("failing", [0, 1, len(DATA) // WINDOW - 1])
+def test_the_error_of_a_flush_is_raised(failing, place, tmp_path, monkeypatch):
+    flushes: list[int] = []
+
+    def flush(descriptor: int) -> None:
+        flushes.append(os.fstat(descriptor).st_size)
+        if len(flushes) == failing + 1:
+            raise OSError(errno.EIO, "the disk is broken")
 
     monkeypatch.setattr(copying, "FLUSHED", WINDOW)
-    monkeypatch.setattr(os, "posix_fadvise", refuse)
-    assert copied(place, 0, len(DATA), tmp_path) == (DATA, len(DATA))
-    assert all(start % WINDOW == 0 for start, _ in asked)
-    assert asked
+    monkeypatch.setattr(os, "fdatasync", flush)
+    with pytest.raises(OSError, match="broken"), without_threads():
+        copied(place, 0, len(DATA), tmp_path)
+    assert len(flushes) == failing + 1
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
