@@ -246,6 +246,7 @@ class Kind(Enum):
     CHUNKS_LACKING = ("chunks-lacking", "is not complete: {error}")
     TENSORS_LACKING = ("tensors-lacking", "lacks chunks of {more:more tensor}")
     RANK_UNREADABLE = ("rank-unreadable", "has a rank that cannot be read ({error})")
+    RANK_MISPLACED = ("rank-misplaced", "has a rank that cannot be used ({place} has the data of {other})")
     RANK_SHORT = ("rank-short", "has an incomplete rank: {place} has {there} of {size} numbers")
     RANKS_LACKING = ("ranks-lacking", _ranks_lacking)
     STATES_LACKING = ("states-lacking", "lacks the model states {names:names}")

@@ -179,8 +179,19 @@ def _has_fsdp(folder: Path) -> bool:
 
 
 def _merged(form: ModuleType, files: RankFiles) -> Document | None:
-    with files.merging():
-        document: Document | None = form.document(files)
+    """Return what a format makes of ranks. With ``salvage``, ranks with the data of another one count as missing."""
+    document: Document | None = None
+    try:
+        with files.merging():
+            document = form.document(files)
+    except UnreadableError:
+        if not files.salvage or (rest := files.without_misplaced()) is None:
+            raise
+    else:
+        if not files.salvage or document is None or (rest := files.without_misplaced()) is None:
+            return document
+    with rest.merging():
+        document = form.document(rest)
         return document
 
 

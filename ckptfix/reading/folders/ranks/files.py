@@ -1,5 +1,7 @@
 """The files of ranks in a folder: which exist, their content, and which are missing or from another save."""
 
+from __future__ import annotations
+
 import errno
 import re
 from collections import Counter
@@ -16,7 +18,7 @@ from ckptfix.core.facts import Fact, Kind, clause, clauses
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
-from ckptfix.errors import HostileError, MissingSaveError, Opt, UnreadableError, damaged
+from ckptfix.errors import HostileError, MissingSaveError, Opt, UnreadableError, Words, damaged
 from ckptfix.reading.archives.zip_directory import read_header
 from ckptfix.reading.folders.ranks.names import MEGATRON_RANK
 from ckptfix.reading.folders.shard_index import file_inside
@@ -191,6 +193,8 @@ class RankFiles:
         self._home: Path | None = None
         self._opened: tuple[Path, Content] | None = None  # the last opened file
         self._saved_as: dict[Path, str] = {}  # the original names of files
+        self._misplaced: dict[str, str] = {}  # ranks that may have the data of another one, which is named
+        self.left_out: Mapping[str, str] = {}  # such ranks, whose files are not read
         self._has_readable = False
         self.remarks: dict[Fact, None] = {}
         self.damage: list[Fact] = []
@@ -210,6 +214,10 @@ class RankFiles:
         """Return the document of a file; None if it cannot be read, which is damage.
 
         Raises ``UnreadableError`` if none of the first files can be read, unless the others are to be salvaged."""
+        # A rank may have a folder of its own, by which it is known.
+        for place in {name := self.name(file), name.partition("/")[0]} & self.left_out.keys():
+            self.damage.append(Fact.of(Kind.RANK_MISPLACED, place, other=self.left_out[place]))
+            return None
         try:
             document = read_document(self.content(file))
         except UnreadableError as error:
@@ -248,20 +256,34 @@ class RankFiles:
                 yield
             except UnreadableError as error:
                 if type(error) is UnreadableError and (moved := self._moved()):
-                    raise UnreadableError(*error.args, moved, data=error.data) from error
+                    raise UnreadableError(*error.args, *moved, data=error.data) from error
                 raise
             except MALFORMED as error:
                 why = f"its files are not what their framework writes ({type(error).__name__}: {error})"
                 if moved := self._moved():
-                    raise UnreadableError(f"{self.folder}: {why}{moved}") from error
+                    raise UnreadableError(f"{self.folder}: {why}", *moved) from error
                 raise UnreadableError(f"{self.folder}: {why}; they are damaged or from an unknown release") from error
 
-    def _moved(self) -> str:
-        """Return in words which files are copies of others or were renamed."""
+    def _moved(self) -> tuple[Words, ...]:
+        """Return in words which files are copies of others or were renamed; empty if there are none."""
         self.note_renamed()
         kinds = (Kind.RANK_REPEATED, Kind.RANK_RENAMED)
-        found = [f"{fact.place} {clause(fact)}" for fact in self.remarks if fact.kind in kinds]
-        return f"; {'; '.join(found[:LISTED])}: fetch the files with wrong names again" if found else ""
+        if not (found := [f"{fact.place} {clause(fact)}" for fact in self.remarks if fact.kind in kinds]):
+            return ()
+        told = f"; {'; '.join(found[:LISTED])}: fetch the files with wrong names again"
+        is_known = not self.salvage and self.without_misplaced() is not None
+        return told, *((", or take what the others have whole with ", Opt("salvage", True)) if is_known else ())
+
+    def without_misplaced(self) -> RankFiles | None:
+        """Return a reader that takes ranks with the data of another one for missing; None if there are none, or if it
+        is unknown which they are."""
+        odd = {fact.place: fact.kind for fact in self.remarks if fact.kind in (Kind.RANK_REPEATED, Kind.RANK_RENAMED)}
+        known = {*self._misplaced, *(place.rpartition("/")[2] for place in self._misplaced)}
+        if not odd or any(kind is Kind.RANK_RENAMED and place not in known for place, kind in odd.items()):
+            return None
+        rest = RankFiles(self.folder, self.salvage, self.named)
+        rest.left_out = self._misplaced
+        return rest
 
     def note_missing(self, world: int, present: Mapping[int, Path], pattern: str, groups: int = 1) -> None:
         """Record as damage the ranks of ``world`` without a file; ``pattern`` formats the name of a rank's file.
@@ -301,13 +323,19 @@ class RankFiles:
             self.damage.append(Fact.of(Kind.RANKS_OF_ANOTHER_SAVE, names=named))
         return odd
 
-    def note_repeated(self, held: Mapping[str, Any]) -> None:
-        """Remark files whose tensors have the same checksums as another file's: one was copied over the other."""
+    def note_repeated(self, held: Mapping[str, Any], misplaced: Container[str] = ()) -> None:
+        """Remark files whose tensors have the same checksums as another file's: one was copied over the other.
+
+        ``misplaced`` are those that cannot be at their place, if known; so are those with the name of another rank."""
+        wrong = {name for name in held if name in misplaced}
+        wrong |= {self.name(file) for file, saved in self._saved_as.items() if _is_of_another(file, saved)}
         seen: dict[tuple[object, ...], str] = {}
         for name, tree in held.items():
             specs = [spec for spec in tensors_in(tree) if spec.storage is not None]
             if (sums := sums_of(specs)) and (other := seen.setdefault(sums, name)) != name and are_varied(specs):
-                self.remarks[Fact.of(Kind.RANK_REPEATED, name, other=other)] = None
+                odd, twin = (other, name) if other in wrong and name not in wrong else (name, other)
+                self.remarks[Fact.of(Kind.RANK_REPEATED, odd, other=twin)] = None
+                self._misplaced.update({odd: twin} if odd in wrong else {odd: twin, twin: odd})
 
     def note_foreign(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Remark files whose settings differ from those of most files: they are from another run at the same step."""
@@ -345,12 +373,14 @@ class RankFiles:
         in which only the name tells which part of the weights a file has."""
         alike: dict[tuple[Path, str], list[tuple[tuple[int, ...], str, str]]] = {}
         for file, saved in self._saved_as.items():
-            if (form := _NUMBER.sub("0", saved)) == _NUMBER.sub("0", file.stem):
+            if (form := _form(saved)) == _form(file.stem):
                 alike.setdefault((file.parent, form), []).append((_numbers(file.stem), file.name, saved))
-        for files in alike.values():
-            words = {name: saved for _, name, saved in sorted(files)}
+        for (folder, _), files in alike.items():
+            words, known = {name: saved for _, name, saved in sorted(files)}, len(self.remarks)
             kept = {name for name, saved in words.items() if Path(name).stem == saved}
             self.note_order({name: _numbers(saved) for name, saved in words.items()}, words, kept)
+            if len(self.remarks) > known:  # then no file is right only because its neighbours are in order
+                self._misplaced.update({self.name(folder / name): words[name] for name in words.keys() - kept})
 
     def document(self, form: str, root: Any, producer: str, copies: Mapping[str, TensorSpec] | None = None) -> Document:
         if nbytes := self.lacking.total():
@@ -374,6 +404,15 @@ def _saved_as(content: Content) -> str:
     """Return the name under which ``torch.save`` wrote a zip, which is the folder in it; empty if unknown."""
     header = read_header(content, 0)
     return header.name.partition(b"/")[0].decode("utf-8", "replace") if header and header.is_signed else ""
+
+
+def _is_of_another(file: Path, saved: str) -> bool:
+    """Return whether the name under which a file was saved is that of another rank."""
+    return saved != file.stem and _form(saved) == _form(file.stem)
+
+
+def _form(name: str) -> str:
+    return _NUMBER.sub("0", name)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from ckptfix.reading.folders.ranks import mixers
 from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, note_copies, sums_of, tagged
 from ckptfix.reading.folders.ranks.names import LATEST_MEGATRON, MEGATRON_RANK, NEMO, iteration_name
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, SplitRule, emptied, find_rule, rules
-from ckptfix.reading.folders.ranks.stages import StagePlace, stage_offsets
+from ckptfix.reading.folders.ranks.stages import StagePlace, is_of_another, stage_offsets
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
 
@@ -154,9 +154,10 @@ class _Joined:
         read = {numbers: self.files.root(file) for numbers, file in found.items()}
         roots = {numbers: root for numbers, root in read.items() if root is not None}
         names = {numbers: file.parent.name for numbers, file in found.items()}
-        odd = [names[numbers] for numbers, root in roots.items() if not isinstance(root, dict)]
-        if odd:
-            raise UnreadableError(f"{self.path}: {first_names(odd)} hold no checkpoint of Megatron; fetch them again")
+        if strange := [names[numbers] for numbers, root in roots.items() if not isinstance(root, dict)]:
+            raise UnreadableError(
+                f"{self.path}: {first_names(strange)} hold no checkpoint of Megatron; fetch them again"
+            )
         if not roots:
             raise damaged(self.path, f"{clauses(self.files.damage)}; no rank can be read")
         if is_nemo := found[min(found)].name == NEMO:
@@ -179,8 +180,9 @@ class _Joined:
                 for numbers, root in roots.items()
             }
         )
-        self.files.note_repeated({names[numbers]: root for numbers, root in roots.items()})
         grid = self._grid(found, sizes)
+        odd = {names[numbers] for numbers in _misplaced({_place(n, sizes): n for n in roots}, roots, grid)}
+        self.files.note_repeated({names[numbers]: root for numbers, root in roots.items()}, odd)
         if len(read) == math.prod(grid) == 1:
             return None
         by_place = {_place(numbers, sizes): root for numbers, root in roots.items()}
@@ -196,6 +198,8 @@ class _Joined:
         except UnreadableError as error:
             if self.files.damage:
                 raise damaged(self.path, clauses(self.files.damage)) from error
+            if wrong := [fact.place for fact in self.files.remarks if fact.place in odd]:
+                raise UnreadableError(f"{self.path}: a file was copied over {first_names(wrong)}") from error
             raise
         if not args.get("untie_embeddings_and_output_weights", True):
             self._tie(weights)
@@ -412,6 +416,25 @@ class _Joined:
                     f"{self.path}: {name} has {spec.shape[0]} rows, but its arguments say {rows}; put the files of one"
                     " save together"
                 )
+
+
+def _misplaced(
+    numbers_of: Mapping[tuple[int, int, int], tuple[int, ...]],
+    roots: Mapping[tuple[int, ...], Any],
+    grid: tuple[int, int, int],
+) -> Iterator[tuple[int, ...]]:
+    """Yield the ranks whose content shows that it is that of another place: of another process or, by the
+    embedding and the last norm, of another stage. A conversion in one process leaves its number 0 in all files."""
+    tensor, pipeline, _ = grid
+    found = {n: _arguments(root).get("rank") for n, root in roots.items()}
+    processes = {n: rank for n, rank in found.items() if type(rank) is int}
+    are_own = len(processes) == len(roots) and any(processes.values())
+    for (rank, stage, _), numbers in numbers_of.items():
+        root = roots[numbers]
+        chunks = [_flat(part) for key, part in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]
+        modules = {name for chunk in chunks for path in chunk for name in ".".join(path).split(".")}
+        if is_of_another(modules, stage, pipeline) or (are_own and processes[numbers] % tensor != rank):
+            yield numbers
 
 
 def _place(numbers: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, int, int]:

@@ -306,7 +306,8 @@ def _complete_stages(
 
 def _unread(files: RankFiles, models: Sequence[int]) -> list[int]:
     """Return the ranks of which no optimizer states could be read."""
-    unread = {fact.place for fact in files.damage if fact.kind is Kind.RANK_UNREADABLE}
+    kinds = (Kind.RANK_UNREADABLE, Kind.RANK_MISPLACED)
+    unread = {fact.place for fact in files.damage if fact.kind in kinds}
     read = {model for (_, model), file in by_rank(files.folder, ZERO_OPTIM).items() if files.name(file) not in unread}
     return [model for model in models if model not in read]
 

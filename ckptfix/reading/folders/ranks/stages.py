@@ -1,8 +1,8 @@
-"""The numbers of layers in the stages of Megatron's pipelines, each of which numbers its own from 0.
+"""The stages of Megatron's pipelines: which modules they have, and their layers, which each of them numbers from 0.
 
 Sources: Megatron-LM, ``megatron/core/transformer/transformer_layer.py`` (``get_transformer_layer_offset``)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 StagePlace = tuple[str, int]  # a chunk of the model (`model1` with virtual stages), and a stage of the pipeline
@@ -17,6 +17,14 @@ _UNEVEN = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+
+_LAST = frozenset(("final_layernorm", "final_norm"))  # modules of the last stage
+
+
+def is_of_another(modules: Set[str], stage: int, stages: int) -> bool:
+    """Return whether the modules in a file of one of two stages show that it is that of the other: the embedding is in
+    the first stage, and the last norm in the last one."""
+    return stage != stages - 1 if modules & _LAST else "embedding" in modules and stage > 0
 
 
 def stage_offsets(

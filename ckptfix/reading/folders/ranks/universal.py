@@ -113,7 +113,9 @@ def document(files: RankFiles) -> Document:
     held = [(name, field, tensor) for name, found in moments.items() for field, tensor in found.items()]
     for is_highest in (False, True):  # AMSGrad's highest moments equal the moments as long as these grow
         chosen = ((name, field, tensor) for name, field, tensor in held if field.startswith("max_") is is_highest)
-        files.note_repeated({f"{name}/{field}.pt": [tensor] for name, field, tensor in chosen if field != _STEP})
+        files.note_repeated(
+            {f"{PARAMETERS}/{name}/{field}.pt": [tensor] for name, field, tensor in chosen if field != _STEP}
+        )
     zero.note_masters(files, root["module"], trained)
     # Files of the optimizer: a master that cannot be read is an error.
     files.damage[:] = [
@@ -161,7 +163,7 @@ def _without_states(files: RankFiles, are_unreadable: bool) -> Document:
         files.remarks[Fact.of(Kind.FLATTENED, keys=flat)] = None
     if missing := _missing_masters(parameters, names):
         files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=missing, keys=len(missing), nbytes=0, total=0))
-    files.note_repeated({f"{name}/{MASTER}.pt": [weights[name]] for name in sorted(trained)})
+    files.note_repeated({f"{PARAMETERS}/{name}/{MASTER}.pt": [weights[name]] for name in sorted(trained)})
     why = "the model states have the names of its groups"
     return files.document(
         NAME, zero.container(files, {"module": weights}, weights, None, True, why), "DeepSpeed, universal"

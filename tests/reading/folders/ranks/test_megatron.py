@@ -50,6 +50,41 @@ def test_a_rank_without_the_others_is_not_the_model(tmp_path: Path, named: str) 
     assert all(bytes_of(value) == bytes_of(truth[key]) for key, value in weights.items())
 
 
+RANKS = ("mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001")
+
+
+@pytest.mark.parametrize("target", RANKS)
+@pytest.mark.parametrize("source", RANKS)
+@pytest.mark.parametrize("has_processes", [False, True])
+def test_of_two_copies_the_one_at_the_wrong_place_is_named(
+    tmp_path: Path, source: str, target: str, has_processes: bool
+) -> None:
+    folder, truth = unpacked("megatron_tp2pp2", tmp_path)
+    files = {name: folder / "iter_0000001" / name / "model_optim_rng.pt" for name in RANKS}
+    for number, name in enumerate(RANKS) if has_processes else ():
+        root = torch.load(files[name], weights_only=False)
+        root["args"].rank = 2 * (number % 2) + number // 2  # stages are one after the other
+        torch.save(root, files[name])
+    if source == target:
+        assert not ckptfix.open_checkpoint(folder).remarked(Kind.RANK_REPEATED, Kind.RANK_RENAMED)
+        return
+    shutil.copy(files[source], files[target])
+    is_of_other_stage = source[-3:] != target[-3:]
+    if is_of_other_stage:
+        with pytest.raises(UnreadableError, match=f"copied over {target}; {target} holds .* values as {source}: fetch"):
+            ckptfix.open_checkpoint(folder)
+    else:
+        (mark,) = ckptfix.open_checkpoint(folder).remarked(Kind.RANK_REPEATED)
+        assert {mark.place, mark.data["other"]} == {source, target}
+        assert mark.place == target or not has_processes
+    held = ckptfix.open_checkpoint(folder, salvage=True)
+    places = [fact.place for fact in held.damage if fact.kind is Kind.RANK_MISPLACED]
+    assert places == ([target] if is_of_other_stage or has_processes else sorted((source, target)))
+    got = {key: value for key, value in held.state_dict().items() if isinstance(value, torch.Tensor)}
+    assert got
+    assert all(bytes_of(value) == bytes_of(truth[key]) for key, value in got.items())
+
+
 def test_the_folder_of_a_rank_stands_for_all(tmp_path: Path) -> None:
     folder, truth = unpacked("megatron_tp2pp2", tmp_path)
     checkpoint = ckptfix.open_checkpoint(folder / RANK)

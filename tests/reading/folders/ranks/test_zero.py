@@ -944,15 +944,34 @@ def test_no_rank_is_overwritten(tmp_path: Path, given: str) -> None:
             ckptfix.repair(source, **settings)
 
 
-@pytest.mark.parametrize("salvage", [False, True])
-def test_nothing_is_written_of_a_file_that_was_copied_over_another(tmp_path: Path, salvage: bool) -> None:
+def test_nothing_is_written_of_a_file_that_was_copied_over_another(tmp_path: Path) -> None:
     write_zero(tmp_path, {"w": torch.arange(64.0)}, world=2)
     first, second = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
     shutil.copy(tmp_path / first, tmp_path / second)
     (mark,) = [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_REPEATED]
     assert (mark.place, mark.data["other"]) == (second, first)
-    assert ckptfix.repair(tmp_path, output=tmp_path / "whole.pth", salvage=salvage).report.is_refused
+    assert ckptfix.repair(tmp_path, output=tmp_path / "whole.pth").report.is_refused
     assert not (tmp_path / "whole.pth").exists()
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_salvage_does_not_use_the_data_of_a_file_that_was_copied_over_another(tmp_path: Path, is_named: bool) -> None:
+    """Torch stores the name of a file in it; without that, either of the two may be the wrong one."""
+    tensors = {"a": torch.arange(32.0), "b": torch.arange(32.0, 64.0), "c": torch.arange(64.0, 96.0)}
+    write_zero(tmp_path, tensors, world=3)
+    files = [tmp_path / _optim(rank) for rank in range(3)]
+    for rank, file in enumerate(files):
+        torch.save(torch.load(file, weights_only=False), held := tmp_path / (file.name if is_named else "archive.pt"))
+        held.replace(files[rank])
+    shutil.copy(files[1], files[0])
+    report = ckptfix.repair(tmp_path, output=tmp_path / "whole.pth", salvage=True).report
+    kept = torch.load(report.output or "")["module"]
+    assert kept.keys() == ({"b", "c"} if is_named else {"c"})
+    assert all(torch.equal(kept[key], tensors[key]) for key in kept)
+    damage = ckptfix.open_checkpoint(tmp_path, salvage=True).damage
+    assert [fact.place for fact in damage if fact.kind is Kind.RANK_MISPLACED] == [
+        file.name for file in files[: 1 if is_named else 2]
+    ]
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

@@ -11,7 +11,7 @@ import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.errors import UnreadableError
 from tests.checks import bytes_of
-from tests.reading.folders.ranks.genuine import unpacked
+from tests.reading.folders.ranks.genuine import swap, unpacked
 from tests.reading.folders.ranks.test_zero import TENSORS, write_zero
 
 
@@ -286,12 +286,35 @@ def test_of_two_copies_the_file_with_the_name_of_another_rank_is_named(
     ("name", "source", "target"),
     [
         ("zero2_w2_bf16_g2", "bf16_zero_pp_rank_0_mp_rank_00", "bf16_zero_pp_rank_1_mp_rank_00"),
+        ("zero2_w3_fp32_g1", "zero_pp_rank_2_mp_rank_00", "zero_pp_rank_0_mp_rank_00"),
         ("tp2_zero2_w4_bf16", "bf16_zero_pp_rank_1_mp_rank_01", "bf16_zero_pp_rank_0_mp_rank_00"),
     ],
 )
 def test_copies_of_other_sizes_are_named(tmp_path: Path, name: str, source: str, target: str) -> None:
-    folder, _ = unpacked(name, tmp_path)
+    folder, truth = unpacked(name, tmp_path)
     (tag,) = folder.glob("global_step*")
     shutil.copy(tag / f"{source}_optim_states.pt", tag / f"{target}_optim_states.pt")
     with pytest.raises(UnreadableError, match=f"{target}_optim_states.pt was saved as {source}_optim_states"):
         ckptfix.open_checkpoint(folder)
+    got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
+    (tag / f"{target}_optim_states.pt").unlink()
+    without = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
+    assert got.keys() == without.keys()
+    assert 0 < len(got.keys() & truth.keys()) < len(truth)
+    assert all(bytes_of(got[key]) == bytes_of(truth[key].to(got[key].dtype)) for key in got.keys() & truth.keys())
+
+
+def test_swapped_files_are_both_left_out(tmp_path: Path) -> None:
+    """Of three files of stage 3 in the order 1, 2, 0, only the last is out of order, and all have the wrong names."""
+    folder, truth = unpacked("zero3_w3_bf16_g2", tmp_path)
+    (tag,) = folder.glob("global_step*")
+    files = [tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)]
+    swap(files[0], files[1])
+    held = ckptfix.open_checkpoint(folder, salvage=True)
+    places = [fact.place for fact in held.damage if fact.kind is Kind.RANK_MISPLACED]
+    assert places == [file.name for file in files[:2]]
+    got = held.state_dict()
+    assert all(bytes_of(got[key]) == bytes_of(truth[key].to(got[key].dtype)) for key in got)
+    swap(files[1], files[2])
+    with pytest.raises(UnreadableError, match="no rank can be read"):
+        ckptfix.open_checkpoint(folder, salvage=True)
