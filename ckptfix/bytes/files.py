@@ -189,7 +189,8 @@ class FileBuffer:
 
     def __init__(self, file: OpenFile) -> None:
         self._length = file.size
-        self._file, self._start, self._near = file, 0, b""
+        self._file = file
+        self._near = (0, b"")  # the last small read and its start; replaced as one, because threads read in parallel
 
     def __len__(self) -> int:
         return self._length
@@ -198,13 +199,14 @@ class FileBuffer:
         start, stop, _ = index.indices(self._length)
         if start >= stop:
             return b""
-        begin, end = start - self._start, stop - self._start
-        if begin >= 0 and end <= len(self._near):
-            return self._near[begin:end]
+        first, near = self._near
+        if start >= first and stop - first <= len(near):
+            return near[start - first : stop - first]
         if stop - start >= NEAR:
             return self._read(start, stop)
-        self._start, self._near = start, self._read(start, min(start + NEAR, self._length))
-        return self._near[: stop - start]
+        near = self._read(start, min(start + NEAR, self._length))
+        self._near = (start, near)
+        return near[: stop - start]
 
     def _read(self, start: int, stop: int) -> bytes:
         data = self._file.read(start, stop - start)

@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +114,40 @@ def test_nearby_ranges_are_read_once(buffer: FileBuffer, monkeypatch: pytest.Mon
     for near in (slice(600, 604), slice(604, 700), slice(1000, 600 + NEAR)):
         assert buffer[near] == DATA[near]
     assert taken == [(600, NEAR)]
+
+
+def test_small_reads_of_another_thread_change_nothing(buffer: FileBuffer) -> None:
+    """The other one reads before each step of the interpreter in turn."""
+    steps = 0
+
+    def reads(is_other_at: int) -> bytes:
+        nonlocal steps
+        steps, before = 0, sys.gettrace()
+
+        def step(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+            nonlocal steps
+            if frame.f_code is FileBuffer.__getitem__.__code__:
+                frame.f_trace_opcodes = True
+                steps += event == "opcode"
+                if steps == is_other_at:
+                    steps += 1
+                    sys.settrace(None)
+                    assert buffer[20:24] == DATA[20:24]
+                    sys.settrace(step)
+            return step
+
+        sys.settrace(step)
+        try:
+            return buffer[600:604]
+        finally:
+            sys.settrace(before)
+
+    for nearby in (slice(-1, None), slice(598, 599)):  # the bytes are not in memory, or are
+        for other in range(1, 80):
+            assert buffer[-1:] == DATA[-1:]
+            assert buffer[nearby] == DATA[nearby]
+            assert reads(other) == DATA[600:604], (nearby, other)
+        assert 10 < steps < other
 
 
 def test_find_across_block_boundaries(buffer: FileBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
