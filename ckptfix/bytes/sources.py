@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, is_url, open_bytes
 from ckptfix.bytes.limits import Bounds
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact
-from ckptfix.core.spec import ByteSource, TensorSpec
+from ckptfix.core.spec import ByteSource, Storage, TensorSpec
 from ckptfix.errors import Opt, UnreadableError, damaged
 
 BLOCK = 1 << 21  # bytes read at a time; with half as many, the time that Python takes per block slows scans by a sixth
@@ -147,6 +147,48 @@ class SoughtBytes(PartedBytes):
 
     def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
         yield self.seek(), start, stop
+
+
+class SmallParts(Collection[Storage]):
+    """The storages of a tensor of many small parts of files. To create one takes longer than to verify it, so all of
+    them are verified together."""
+
+    def are_sound(self) -> bool:
+        """Return whether all parts match their checksums, if they have any."""
+        raise NotImplementedError
+
+    @property
+    def files(self) -> Iterable[OpenFile]:
+        """The files that hold the parts."""
+        raise NotImplementedError
+
+
+class LastBlocks:
+    """The last blocks of ``size`` bytes that were read of a source of ``nbytes`` bytes: small ranges in it are read
+    nearly in order."""
+
+    __slots__ = ("_kept", "_nbytes", "_size")
+
+    def __init__(self, nbytes: int, size: int) -> None:
+        self._nbytes, self._size = nbytes, size
+        # By number. The dict is replaced and never changed, because threads read in parallel.
+        self._kept: dict[int, bytes] = {}
+
+    def read(self, start: int, stop: int, load: Callable[[int, int], bytes]) -> bytes:
+        """Return bytes ``start`` to ``stop``; ``load`` reads a range of the source."""
+        number, first = divmod(start, self._size)
+        if (block := self._kept.get(number)) is None:
+            begin = start - first
+            block = load(begin, min(begin + self._size, self._nbytes))
+            kept = list(self._kept.items())[1 - BLOCKS :]
+            self._kept = {**dict(kept), number: block}
+        last = first + stop - start
+        if last <= len(block) or not block:
+            return block[first:last]
+        return block[first:] + self.read(stop + len(block) - last, stop, load)
+
+
+BLOCKS = 4  # kept of a source: those of two threads, as groups of tensors and checksums are apart in it
 
 
 class DeferredBytes:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import Content, located
+from ckptfix.bytes.sources import Content, SmallParts, located
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.metadata import metadata_text
 from ckptfix.core.objects import tensors_in
@@ -69,12 +70,14 @@ def _files_of(checkpoint: Checkpoint) -> set[OpenFile]:
     # Tensors spread over the same ranks share one tuple of storages.
     alone = {(id(root.parts) if root.parts else id(root)): root for root in roots}
     found = (located(one.source) for root in alone.values() for one in _made_of(root))
-    return {place.file for place in found if place is not None}
+    small = (root.parts.files for root in alone.values() if isinstance(root.parts, SmallParts))
+    return {*(place.file for place in found if place is not None), *chain.from_iterable(small)}
 
 
 def _made_of(storage: Storage) -> Iterator[Storage]:
-    """Yield the storages of files that a storage is computed from, or the storage itself if there are none."""
-    for part in storage.parts or ():
+    """Yield the storages of files that a storage is computed from, except small parts, or the storage itself if there
+    are none."""
+    for part in () if isinstance(storage.parts, SmallParts) else storage.parts:
         yield from _made_of(part)
     if not storage.parts:
         yield storage

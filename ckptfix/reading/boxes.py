@@ -89,14 +89,18 @@ def bytes_of_boxes(shape: Shape, itemsize: int, pieces: Sequence[tuple[Box, Tens
     Pieces that are contiguous in it, such as the layers of a stack, are joined: a writer copies their ranges within the
     file system, which takes half the time."""
     sources: dict[Box, ByteSource] = {}
-    whole = full(shape)
     for place, piece in pieces:
-        outer = next((axis for axis, (start, stop) in enumerate(place) if stop - start != 1), len(place))
-        if place[outer + 1 :] != whole[outer + 1 :] or piece.storage is None:
+        if not is_run(place, shape) or piece.storage is None:
             return AssembledBytes(shape, itemsize, pieces)
         sources[place] = _stored(piece)
     first, *others = [sources[place] for place in sorted(sources) if sources[place].nbytes] or sources.values()
     return JoinedBytes((first, *others)) if others else first
+
+
+def is_run(box: Box, shape: Shape) -> bool:
+    """Return whether the elements of a box follow each other in a row-major tensor of this shape."""
+    outer = next((axis for axis, (start, stop) in enumerate(box) if stop - start != 1), len(box))
+    return box[outer + 1 :] == full(shape[outer + 1 :])
 
 
 PANEL = 32 << 20  # bytes that are assembled at a time: each panel of a transposed tensor reads all of it

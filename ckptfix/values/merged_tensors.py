@@ -53,7 +53,7 @@ def is_merged(checkpoint: Checkpoint) -> bool:
         storage = storages.pop()
         if isinstance(storage.source, MergedBytes):
             return True
-        storages += storage.parts
+        storages += storage.parts if isinstance(storage.parts, tuple) else ()  # others are parts of files
     return False
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.sources import PartedBytes, SoughtBytes, TornBytes, are_equal, is_torn
+from ckptfix.bytes.sources import LastBlocks, PartedBytes, SoughtBytes, TornBytes, are_equal, is_torn
 from ckptfix.core.facts import Fact, Kind, clause
 from ckptfix.core.parts import Box, PartsError, check_cover, extent
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
@@ -222,7 +223,7 @@ def _start(spec: TensorSpec) -> bytes:
 
 
 _COMPARED = 512
-_FLAT_BLOCK, _FLAT_BLOCKS = 8 << 10, 4  # bytes of a block, and blocks cached per rank, as groups lie apart in its run
+_FLAT_BLOCK = 8 << 10  # bytes of a block that is read at a time
 
 
 class Flat:
@@ -234,8 +235,7 @@ class Flat:
         self.parts = [part for _, part in parts]
         self.is_torn = any(map(is_torn, self.parts))
         self.stop = parts[-1][0] + parts[-1][1].numel if parts else 0
-        # The blocks read last, by number. The dict is replaced and never changed, because threads read in parallel.
-        self._blocks: dict[int, bytes] = {}
+        self._blocks = LastBlocks(self.stop * parts[0][1].itemsize if parts else 0, _FLAT_BLOCK)
 
     @classmethod
     def joined(cls, parts: Sequence[TensorSpec]) -> Flat:
@@ -273,16 +273,10 @@ class Flat:
 
     def read(self, start: int, stop: int, path: str) -> bytes:
         """Return bytes ``start`` to ``stop`` of the run, from cached blocks: small tensors are read in sequence."""
-        number, first = divmod(start, _FLAT_BLOCK)
-        if (block := self._blocks.get(number)) is None:
-            end = min((number + 1) * _FLAT_BLOCK, self.stop * self.parts[0].itemsize)
-            block = b"".join(part.read(*place) for part, *place in self.within(start - first, end, path))
-            kept = list(self._blocks.items())[1 - _FLAT_BLOCKS :]
-            self._blocks = {**dict(kept), number: block}
-        last = first + stop - start
-        return (
-            block[first:last] if last <= len(block) else block[first:] + self.read(stop + len(block) - last, stop, path)
-        )
+        return self._blocks.read(start, stop, partial(self._load, path))
+
+    def _load(self, path: str, start: int, stop: int) -> bytes:
+        return b"".join(part.read(*place) for part, *place in self.within(start, stop, path))
 
     def pieces(self, start: int, stop: int) -> list[TensorSpec] | None:
         """Return elements ``start`` to ``stop`` as views of the parts; None if any of them is missing."""

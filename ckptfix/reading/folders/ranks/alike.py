@@ -23,6 +23,7 @@ from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import ContainerPath
 from ckptfix.core.parts import Box, box_at, extent
 from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.errors import damaged
 from ckptfix.reading.archives.zip_directory import CRC, ChecksumPlaces
 from ckptfix.reading.folders.ranks.divided import Divided, box_on_mesh
 from ckptfix.reading.sniffing import is_zip
@@ -196,7 +197,7 @@ class RunRank(Struct):
         if is_on_mesh and len(places.meshes) != 1:
             return None  # with several meshes, it is unknown which tensor is on which
         at = places.meshes[0] if is_on_mesh else ()
-        made = AlikeRank(own.reading, at, self.rank, self.spread, self.groups)
+        made = AlikeRank(own.reading, at, self.rank, self.spread, self.groups, own.archive)
         try:
             if not self._has_equal_rest(own):
                 made.leaves = made.moved(self.rest, places.offsets)
@@ -238,12 +239,27 @@ class AlikeRank(Struct):
     base: int
     spread: Mapping[ContainerPath, Divided]
     groups: list[Any]
+    archive: Archive
     leaves: RankLeaves = []
     rank: int = -1
 
     def box(self, leaf: Divided) -> Box:
         """Return the rank's box of a tensor on a mesh."""
         return box_on_mesh(leaf.shape, leaf.splits or (), self.at)
+
+    def place(self, spec: TensorSpec) -> int:
+        """Return the position in the archive of the storage of a part, of which the base has ``spec``."""
+        (storage,) = spec.storages
+        name = f"data/{storage.key}"
+        if (start := self.archive.index.data_start(self.archive.content, self.archive.members[name])) is None:
+            raise damaged(self.archive.path, f"member {name} is not where the archive's directory says")
+        return start
+
+    def place_of_checksum(self, spec: TensorSpec) -> int | None:
+        """Return the position of the checksum of that storage; None if the archive has no checksums."""
+        (storage,) = spec.storages
+        name = f"data/{storage.key}"
+        return None if self.archive.crc32(name) is None else self.archive.members[name].entry + CRC
 
     def part(self, spec: TensorSpec, storages: dict[int, Storage] | None = None) -> TensorSpec:
         """Return the rank's part of a tensor of which the base has ``spec``; ``storages`` carries ties."""

@@ -8,7 +8,7 @@ replicated tensor is the same box several times. Everything else is taken from t
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from ckptfix.reading.folders.ranks.beside import OPTIMIZER, Beside, with_beside
 from ckptfix.reading.folders.ranks.divided import Divided, divided
 from ckptfix.reading.folders.ranks.files import COUNTERS, MALFORMED, RankFiles, add_rank, note_copies
 from ckptfix.reading.folders.ranks.rank_sets import RankSet, chosen_set, model_sets, rank_sets, set_of
+from ckptfix.reading.folders.ranks.small_parts import PartsRow, TwinFiles
 from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.weights.document import Document
 
@@ -189,6 +190,7 @@ class _RankMerge:
         self.twin_of: dict[int, int] = {}
         self._layouts: dict[object, list[tuple[Box, AlikeRank]]] = {}
         self._filled: set[object] = set()  # boxes that fill a tensor
+        self._rows: dict[object, PartsRow | None] = {}  # the order of parts, by the boxes that fill a tensor
 
     def document(self) -> Document | None:
         """Return the merged document; None if no tensor is sharded and the ranks are not copies either."""
@@ -248,6 +250,10 @@ class _RankMerge:
                 del self.files.remarks[mark]  # the merged tensor is a plain one
         producer = f"{' and '.join(sorted(self.kinds))} of {counted(len(self.ranks.files), 'rank')}"
         return self.files.document(NAME, root, producer)
+
+    @cached_property
+    def _small(self) -> TwinFiles:
+        return TwinFiles([twin for twins in self.twins.values() for twin in twins])
 
     @property
     def _are_whole(self) -> bool:
@@ -385,6 +391,13 @@ class _RankMerge:
         if not any(copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
         if (twins := self._twins(path, found)) and self._are_whole_with(twins, path, found, copies):
+            own = {box: part for _, leaf in found.held for box, part in leaf.parts if numel(box)}
+            if (layout := (id(twins), *own)) not in self._rows:
+                self._rows[layout] = self._small.row([*own], twins, shape)
+            if (row := self._rows[layout]) is not None:
+                spec = TensorSpec(found.dtype, shape, contiguous_strides(shape))
+                if (small := row.tensor(name, spec, path, tuple(own.values()), self.path)) is not None:
+                    return small
             find = partial(_pieces, path, found, twins)
             return sought_parts(name, found.dtype, shape, find, self.path)
         for box, twin in twins:
