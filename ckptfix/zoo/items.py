@@ -248,6 +248,8 @@ def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
         models = [folder for folder in chunks if folder and folder != optimizer and _above(folder, depth) == above]
         if len(models) == 1 and not files.named(above, _MODELS):
             chunks[above] = chunks.pop(models[0]) + chunks.pop(optimizer)
+        elif not models and above in ranks:  # accelerate's optimizer for LOCAL_STATE_DICT
+            ranks[above] += chunks.pop(optimizer)
     for model in [folder for folder in chunks if f"/{folder}".endswith(f"/{OF_VERL[0]}")]:
         above = _above(model, 2)
         saved = [part for name in OF_VERL if (part := posixpath.join(above, name)) in chunks]

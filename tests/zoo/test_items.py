@@ -324,6 +324,19 @@ def test_a_model_and_its_optimizer_saved_apart_are_one_checkpoint(tmp_path: Path
     assert len(parts(the_folder(place))) == 2 * len(list(dcp.iterdir()))
 
 
+@pytest.mark.parametrize("name", ["", "run/checkpoint-5/"])
+def test_an_optimizer_saved_apart_belongs_to_the_ranks_beside_it(tmp_path: Path, dcp: Path, name: str):
+    saved, _ = unpack_sample("fsdp1_local_names_w2", tmp_path)
+    (home := tmp_path / "zoo" / name / "optimizer_0").mkdir(parents=True)
+    for file in dcp.iterdir():
+        shutil.copyfile(file, home / file.name)
+    for rank, file in enumerate(sorted(saved.glob("*rank*"))):
+        shutil.copyfile(file, home.parent / f"pytorch_model_fsdp_rank{rank}.bin")
+    place = LocalPlace(str(tmp_path / "zoo"))
+    assert kinds(place) == {name.rstrip("/") or ".": FOLDER}
+    assert len(parts(the_folder(place))) == 2 + len(list(dcp.iterdir()))
+
+
 def test_a_hidden_file_called_metadata_is_not_a_checkpoint(tmp_path: Path):
     assert kinds(fill(tmp_path, {"a/.metadata": b"of another program"})) == {"a/.metadata": OTHER}
 
