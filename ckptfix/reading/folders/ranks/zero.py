@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ from ckptfix.reading.folders.ranks.zero_masters import (
     joined_masters,
     lost,
     restacked,
-    stage_of,
+    stage_and_world,
 )
 from ckptfix.reading.folders.ranks.zero_numbered import EXPERT_KEY, merged_optimizer
 from ckptfix.reading.folders.ranks.zero_splits import check_degree, kinds_of_splits, splits_of_ranks
@@ -218,7 +219,7 @@ def _model_states(files: RankFiles) -> _ModelStates:
         any(file.name.startswith(_SPREAD) for file in models.values()),
     )
     absent = [rank for rank in found.unknown if not found.files[rank]]
-    if names := tuple(_name_of_states(files, rank, found.are_spread) for rank in absent):
+    if names := tuple(chain.from_iterable(_names_of_states(files, rank, found.are_spread) for rank in absent)):
         files.damage.append(Fact.of(Kind.STATES_LACKING, names=names))
     return found
 
@@ -229,7 +230,7 @@ def _roots(files: RankFiles, models: _ModelStates) -> list[dict[str, Any]]:
 
     Raises ``UnreadableError`` if these cannot tell them, or if the ranks do not divide weights alike."""
     path = str(files.folder)
-    lacking = [_name_of_states(files, rank, models.are_spread) for rank in models.unknown]
+    lacking = [_names_of_states(files, rank, models.are_spread)[0] for rank in models.unknown]
     roots = [dict(found[first_of(found)]) if found else {} for found in models.states]
     if len(roots) > len(lacking):
         like = next(filter(None, roots))
@@ -301,7 +302,7 @@ def _frozen(
     parts = completed(files, "", shares, split_of)
     for rank, (root, found) in zip(models.ranks, pairs, strict=True):
         present = models.files[rank]
-        if root.get("frozen_param_shapes") or 0 not in present:
+        if present and (root.get("frozen_param_shapes") or 0 not in present):
             files.note_missing(world, present, f"{_SPREAD}_{{}}_mp_rank_{rank:02d}_model_states.pt", len(roots))
         if first := first_of(found):
             files.remarks[Fact.of(Kind.STATES_OF, present[first].name)] = None
@@ -511,11 +512,15 @@ def first_of(states: Mapping[int, Any]) -> int:
     return next((rank for rank, root in states.items() if "module" in root), 0)
 
 
-def _name_of_states(files: RankFiles, rank: int, are_spread: bool) -> str:
-    """Return the name of the first model states of a tensor-parallel rank."""
-    if not are_spread and any(model == rank for _, model in by_rank(files.folder, ZERO_OPTIM)):
-        are_spread = stage_of(files, rank) == 3
-    return f"{f'{_SPREAD}_0_' * are_spread}mp_rank_{rank:02d}_model_states.pt"
+def _names_of_states(files: RankFiles, rank: int, are_spread: bool) -> tuple[str, ...]:
+    """Return the names of the model states of a tensor-parallel rank: in stage 3, each data-parallel rank has some."""
+    every = (*by_rank(files.folder, ZERO_OPTIM), *by_rank(files.folder, ZERO_MODEL))
+    world = 1 + max((data for data, _ in every), default=0)
+    if any(model == rank for _, model in by_rank(files.folder, ZERO_OPTIM)):
+        stage, world = stage_and_world(files, rank)
+        are_spread = are_spread or stage == 3
+    before = (f"{_SPREAD}_{data}_" for data in range(min(world, MOST_ABSENT))) if are_spread else ("",)
+    return tuple(f"{name}mp_rank_{rank:02d}_model_states.pt" for name in before)
 
 
 def tied(root: Any) -> dict[str, str]:

@@ -219,13 +219,14 @@ def _runs(groups: Sequence[Shapes], counts: Sequence[int]) -> Iterator[_FlatRun]
             yield _FlatRun((index,), range(part, world, sets), named)
 
 
-def stage_of(files: RankFiles, model_rank: int) -> int:
-    """Return the stage that the first optimizer states of a tensor-parallel rank name. Raises ``UnreadableError`` if
-    none can be read."""
+def stage_and_world(files: RankFiles, model_rank: int) -> tuple[int, int]:
+    """Return the stage and the number of data-parallel ranks that the first optimizer states of a tensor-parallel rank
+    name. Raises ``UnreadableError`` if none can be read."""
     reading = RankFiles(files.folder, files.salvage)
     for (_, model), file in by_rank(files.folder, ZERO_OPTIM).items():
         if model == model_rank and (root := reading.root(file)) is not None:
-            return _states(root).stage
+            states = _states(root)
+            return states.stage, states.world
     raise damaged(str(files.folder), f"{clauses(reading.damage)}; no rank can be read")
 
 

@@ -84,11 +84,16 @@ def test_masters_without_model_states_have_names_and_get_shapes_from_a_target(tm
     assert "optimizer" not in new  # its moments have no shapes either
 
 
-def test_partitions_of_stage_3_have_no_names(tmp_path: Path) -> None:
-    folder, _ = unpacked("zero3_w1_bf16_g1", tmp_path)
-    file = _hide(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt")
+@pytest.mark.parametrize("name", ["zero3_w1_bf16_g1", "zero3_w3_bf16_g2"])
+def test_partitions_of_stage_3_have_no_names(tmp_path: Path, name: str) -> None:
+    """The last rank's optimizer states are missing, too; the others say how many ranks there were."""
+    folder, _ = unpacked(name, tmp_path)
+    world = int(name[7])
+    for file in folder.glob("*/*zero_pp_rank_2_mp_rank_00_optim_states.pt"):
+        file.unlink()
+    names = [_hide(folder, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").name for rank in range(world)]
     for salvage in (False, True):
-        with pytest.raises(UnreadableError, match=f"lacks the model states {file.name}; no other file has the names"):
+        with pytest.raises(UnreadableError, match=f"lacks the model states {', '.join(names)}; .* file has the names"):
             ckptfix.open_checkpoint(folder, salvage=salvage)
 
 
