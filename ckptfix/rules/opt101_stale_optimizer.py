@@ -59,7 +59,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import path_name
+from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.coverage import obstacles
 from ckptfix.core.edits import Moments, Omit, Regroup
 from ckptfix.core.finding import MODEL, Applicability, Finding, Fix, Level, Remedy, advise, counted
@@ -68,7 +68,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_in
 from ckptfix.maps.recipes import Naming, named_by_itself
 from ckptfix.rules.following import Followed, rivals, ways
-from ckptfix.rules.origins import NEW, Change
+from ckptfix.rules.origins import NEW, Change, Origin
 from ckptfix.rules.position_names import is_listed_anew, readings, with_owners
 from ckptfix.rules.rule import Context, Rule
 
@@ -105,6 +105,7 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     own = path_name(context.checkpoint.container)
     for optimizer, sets in with_owners(context.checkpoint, optimizers):
         if not sets or own in sets:
+            change = _with_lost(change, context, before, optimizer)
             is_known = bool(plan.edits) or change.model is not None
             found = list(_out_of_step(rule, context, optimizer, change, plan, sets)) if is_known else []
             yield from found or _foreseen(rule, context, optimizer, change)
@@ -115,6 +116,17 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
                 "optimizer",
                 evidence={"sets": sets},
             )
+
+
+def _with_lost(change: Change, context: Context, before: Checkpoint, optimizer: Optimizer) -> Change:
+    """Return the change with the tensors that damage took, if the optimizer has the states of parameters by name. Only
+    then do their places among the others not matter. One that was filled keeps its place if it has no state."""
+    own = {key: spec for key, spec in before.lost.items() if key in optimizer.ids and spec is not None}
+    if not own or (context.settings.format == "universal" and not own.keys() <= change.after.keys()):
+        return change  # a universal checkpoint needs all weights
+    filled = {key: Origin(key) for key in own if key in change.after and not optimizer.row(key)}
+    after = {key: spec for key, spec in change.after.items() if key in own or key not in before.lost}
+    return replace(change, before={**change.before, **own}, after=after, origins={**change.origins, **filled})
 
 
 def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:

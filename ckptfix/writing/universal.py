@@ -98,10 +98,11 @@ def _by_name(value: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any] | No
 
     Flat keys have the options of each parameter; parameters with the same options become a group."""
     found = optimizer_of(value, ())
-    if found is None or not found.state or {*found.ids} != found.state.keys() or not found.state.keys() <= specs.keys():
+    if found is None or not found.state or not found.state.keys() <= {*found.ids} <= specs.keys():
         return None
+    state = {name: found.state.get(name, {}) for name in found.ids}
     if not found.is_flat:
-        return dict(value)
+        return {**value, "state": state}
     groups: list[dict[str, Any]] = []
     for group in found.groups:
         same = next((one for one in groups if {**one, "params": group["params"]} == group), None)
@@ -109,7 +110,7 @@ def _by_name(value: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any] | No
             groups.append({**group, "params": list(group["params"])})
         else:
             same["params"] += group["params"]
-    return {"state": found.state, "param_groups": groups}
+    return {"state": state, "param_groups": groups}
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.listing import list_folder
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
@@ -84,7 +85,7 @@ def document(files: RankFiles) -> Document:
             files.damage.append(Fact.of(Kind.STATES_LACKING, names=(_STATES_OF_STAGE_3,)))
     shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}
     trained, moments, degree = {}, {}, root.get("mp_world_size")
-    degree = degree if type(degree) is int else 1
+    degree, known = degree if type(degree) is int else 1, (dict(files.remarks), len(files.damage))
     for name, shape in shapes.items():
         entries = dict(_entries(files, name, shape, degree))
         trained[name] = entries.pop(MASTER, None) or _lost_master(files, root, name, shape, entries, degree)
@@ -97,6 +98,11 @@ def document(files: RankFiles) -> Document:
     places = (f"{PARAMETERS}/{name}/{field}.pt" for name, fields in lost_moments.items() for field in sorted(fields))
     if missing := (*absent, *(place for place in places if place.rpartition("/")[0] not in absent)):
         files.damage.append(Fact.of(Kind.SHARDS_MISSING, names=missing, keys=keys, nbytes=0, total=0))
+    if degree == 1 and not root.get("num_experts") and any(map(is_torn, trained.values())):
+        complete = zero.complete_copy(files.folder, [root])
+        if complete is not None and files.named is not None and ZERO_MODEL.fullmatch(files.named.name):
+            return _copy(files, root, *known)
+        files.remarks.update({} if complete is None else {complete: None})
     folders = list_folder(files.folder / PARAMETERS).folders
     untrained = {str(name) for key in _UNTRAINED for name in root.get(key) or ()} & root["module"].keys()
     if extra := [name for name in folders if name not in shapes and name not in untrained]:
@@ -124,13 +130,26 @@ def document(files: RankFiles) -> Document:
         else fact
         for fact in files.damage
     ]
-    version = root.get("ds_version")
-    release = f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
     halves = {name: entry for name, entry in root["module"].items() if isinstance(entry, TensorSpec)}
     copies = {
         name: halves[name] for name, spec in trained.items() if name in halves and halves[name].shape == spec.shape
     }  # none in stage 3, and none of tensor-parallel ranks
-    return files.document(NAME, merged, f"{release}, universal", copies)
+    return files.document(NAME, merged, _producer(root), copies)
+
+
+def _copy(files: RankFiles, root: Any, remarks: dict[Fact, None], damage: int) -> Document:
+    """Return the document of the complete model states that were named, in place of lost masters; ``remarks`` and the
+    first facts of the ``damage`` are about these states."""
+    why = clauses(files.damage[damage:])
+    del files.damage[damage:]
+    files.lacking.clear()
+    files.remarks = remarks
+    return files.document(NAME, zero.container(files, root, root["module"], None, True, why), _producer(root))
+
+
+def _producer(root: Any) -> str:
+    version = root.get("ds_version")
+    return f"{f'DeepSpeed {version}' if isinstance(version, str) else 'DeepSpeed'}, universal"
 
 
 def _without_states(files: RankFiles, are_unreadable: bool) -> Document:

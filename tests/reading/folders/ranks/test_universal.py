@@ -138,9 +138,31 @@ def test_a_missing_master_is_named_and_the_others_are_kept(tmp_path: Path, name:
         assert bytes_of(value.to(truth[key].dtype)) == bytes_of(truth[key]), key
 
 
+def test_the_copy_in_the_model_states_is_offered_if_a_master_is_lost(tmp_path: Path) -> None:
+    """Stages 1 and 2 have all weights in the training's dtype; the command in the error takes them."""
+    folder, _ = unpacked("universal_zero2", tmp_path)
+    states = folder / TAG / "mp_rank_00_model_states.pt"
+    (folder / TAG / "zero" / "l1.weight" / "fp32.pt").unlink()
+    shutil.rmtree(folder / TAG / "zero" / "emb.weight")
+    with pytest.raises(
+        UnreadableError, match=r"or take all weights in bfloat16, .* repair .*mp_rank_00_model_states.pt"
+    ):
+        ckptfix.open_checkpoint(folder)
+    report = ckptfix.repair(states, output=tmp_path / "copy.pth").report
+    assert any("left out: optimizer (lacks 2 shards" in finding.message for finding in report.findings)
+    copies = torch.load(states, weights_only=False)["module"]
+    whole = torch.load(tmp_path / "copy.pth")
+    assert "optimizer" not in whole
+    assert whole["module"].keys() == copies.keys()
+    assert all(bytes_of(whole["module"][key]) == bytes_of(value) for key, value in copies.items())
+    held = ckptfix.open_checkpoint(folder, salvage=True)
+    assert copies.keys() - held.keys() == {"emb.weight", "head.weight", "l1.weight"}
+    assert {held.specs[key].dtype for key in ("l1.bias", "l2.weight")} == {"float32"}
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_a_universal_checkpoint_that_lacks_a_parameter_is_written_if_it_is_filled(tmp_path: Path, name: str) -> None:
-    """Its moments stay lost; those of the others are kept."""
+    """Its moments stay lost; those of the others are kept, and the optimizer is in step with the weights."""
     folder, truth = unpacked(name, tmp_path)
     ckptfix.repair(folder, output=tmp_path / "whole.pth")
     shutil.rmtree(folder / TAG / "zero" / "l1.weight")
@@ -148,15 +170,39 @@ def test_a_universal_checkpoint_that_lacks_a_parameter_is_written_if_it_is_fille
     with pytest.raises(WriteError, match=r"needs all weights of its optimizer, and l1\.weight is lost; complete it"):
         ckptfix.repair(folder, output=output, salvage=True, format="universal")
     report = ckptfix.repair(folder, output=output, salvage=True, fill=tmp_path / "whole.pth", format="universal").report
-    options = [name for finding in report.left for remedy in finding.remedies for name, _ in remedy.options]
-    assert "keep_optimizer" in options
-    assert "drop_optimizer" not in options  # the format needs one
+    assert not report.left
     found = ckptfix.open_checkpoint(output)
     assert all(bytes_of(found.read(key).to(truth[key].dtype)) == bytes_of(truth[key]) for key in truth)
     root: Any = found.root
     state = root["optimizer"]["state"]
     assert [key for key in state if not state[key]] == ["l1.weight"]
     assert all({"exp_avg", "exp_avg_sq", "step"} <= state[key].keys() for key in state if key != "l1.weight")
+
+
+@pytest.mark.parametrize("lost", ["emb.weight", "emb.weight/fp32.pt"])
+def test_the_optimizer_without_the_lost_parameters_loads(tmp_path: Path, lost: str) -> None:
+    """``emb.weight`` is tied to ``head.weight``, which the optimizer does not have."""
+    folder, truth = unpacked("universal_zero2", tmp_path)
+    place = folder / TAG / "zero" / lost
+    shutil.rmtree(place) if place.is_dir() else place.unlink()
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth", salvage=True).report
+    assert "OPT101" not in [finding.code for finding in report.left]
+    whole = torch.load(tmp_path / "whole.pth")
+    module, optimizer = whole["module"], whole["optimizer"]
+    groups = optimizer["param_groups"]
+    assert {name for group in groups for name in group["params"]} == optimizer["state"].keys()
+    assert not {"emb.weight", "head.weight"} & {*module, *optimizer["state"]}
+    made = torch.optim.AdamW([{"params": [module[name].requires_grad_() for name in g["params"]]} for g in groups])
+    numbers = {name: at for at, name in enumerate(name for group in groups for name in group["params"])}
+    state = {numbers[name]: held for name, held in optimizer["state"].items()}
+    made.load_state_dict(
+        {"state": state, "param_groups": [{**g, "params": [numbers[name] for name in g["params"]]} for g in groups]}
+    )
+    torch.save(truth, tmp_path / "fill.pth")
+    output, fill = tmp_path / "out", tmp_path / "fill.pth"
+    assert not ckptfix.repair(folder, output=output, salvage=True, fill=fill, format="universal").report.left
+    again: Any = ckptfix.open_checkpoint(output).root
+    assert [name for name, held in again["optimizer"]["state"].items() if not held] == ["emb.weight"]
 
 
 @pytest.mark.parametrize("moments", [True, False])
