@@ -27,6 +27,7 @@ from ckptfix.reading.folders.ranks import (
     fsdp,
     llama,
     megatron,
+    megatron_fsdp,
     nanotron,
     pipeline,
     universal,
@@ -293,7 +294,8 @@ def _read_dcp(folder: Path, salvage: bool, beside: Sequence[Path] = ()) -> Docum
         lost = lost or ([] if document.damage else [lacks])
         found = TORCH_DIST, Document(document.path, dcp.NAME, {})
     if found is None:
-        return replace(document, root=_with_model(document.root), damage=[*document.damage, *lost])
+        root = _with_model(megatron_fsdp.whole_layers(document.root))
+        return replace(document, root=root, damage=[*document.damage, *lost])
     name, common = found
     damage = lost or [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in common.damage]
     for place in beside:

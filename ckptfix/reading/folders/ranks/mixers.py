@@ -62,16 +62,11 @@ def _sizes(layer: str, state: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple
     return made if min(made[0]) > 0 and tuple(map(sum, made)) == (rows, filters) else None
 
 
-def rejoined(entries: Mapping[Any, TensorSpec]) -> dict[Any, TensorSpec]:
+def rejoined(entries: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return tensors by name with one in place of its matrices, where the first of them was."""
-    wholes = {
-        found[1][0]: found
-        for name in entries
-        for pattern, ends in _MATRICES
-        if isinstance(name, str) and (found := _matrices(name, pattern, ends, entries)) is not None
-    }
+    wholes = _wholes(entries)
     parts = {part for _, names in wholes.values() for part in names}
-    made: dict[Any, TensorSpec] = {}
+    made: dict[Any, Any] = {}
     for name, spec in entries.items():
         if name in wholes:
             whole, names = wholes[name]
@@ -81,8 +76,47 @@ def rejoined(entries: Mapping[Any, TensorSpec]) -> dict[Any, TensorSpec]:
     return made
 
 
+def rejoined_state(state: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, Mapping[Any, Any]]:
+    """Return the state of an optimizer by name, with the moments of one tensor in place of those of its matrices.
+
+    Other entries, such as the step, are those of the first matrix. Nothing is changed if a moment does not have the
+    shape of its matrix."""
+    moments = {
+        name: {field: spec for field, spec in row.items() if isinstance(spec, TensorSpec) and spec.shape}
+        for name, row in state.items()
+    }
+    shapes = {
+        name: next(iter(held.values())) for name, held in moments.items() if len({s.shape for s in held.values()}) == 1
+    }
+    wholes = {
+        first: (whole, names)
+        for first, (whole, names) in _wholes(shapes).items()
+        if whole not in state and all(moments[part].keys() == moments[first].keys() for part in names)
+    }
+    parts = {part for _, names in wholes.values() for part in names}
+    made: dict[Any, Mapping[Any, Any]] = {}
+    for name, row in state.items():
+        if name in wholes:
+            whole, names = wholes[name]
+            joined = {field: _stacked(whole, [moments[part][field] for part in names]) for field in moments[name]}
+            made[whole] = {**row, **joined}
+        elif name not in parts:
+            made[name] = row
+    return made
+
+
+def _wholes(entries: Mapping[Any, Any]) -> dict[Any, tuple[str, list[str]]]:
+    """Return the names of the tensors that are there as matrices, and those of the matrices, by the first matrix."""
+    return {
+        found[1][0]: found
+        for name in entries
+        for pattern, ends in _MATRICES
+        if isinstance(name, str) and (found := _matrices(name, pattern, ends, entries)) is not None
+    }
+
+
 def _matrices(
-    name: str, pattern: re.Pattern[str], ends: Sequence[str], entries: Mapping[Any, TensorSpec]
+    name: str, pattern: re.Pattern[str], ends: Sequence[str], entries: Mapping[Any, Any]
 ) -> tuple[str, list[str]] | None:
     """Return the name of the tensor that begins with this matrix, and the names of its matrices; None if there are not
     all of them, or if they do not fit."""
@@ -90,7 +124,7 @@ def _matrices(
     if whole == name or whole in entries or pattern.fullmatch(whole) is None:
         return None
     names = [whole + end for end in ends]
-    specs = [entries[part] for part in names if part in entries and entries[part].shape]
+    specs = [spec for part in names if isinstance(spec := entries.get(part), TensorSpec) and spec.shape]
     fits = len(specs) == len(ends) and len({(spec.dtype, spec.shape[1:]) for spec in specs}) == 1
     return (whole, names) if fits else None
 
