@@ -93,6 +93,8 @@ class Destination(Struct, frozen=True):
             return None
         if source is None:
             raise UsageError("a state_dict in memory has no path; name an output")
+        if source.name in ("", ".."):  # "." has no name to derive another from
+            source = source.resolve()
         # A member of an archive is written next to the archive under its own name; a folder becomes one file.
         named = Path(checkpoint.member or source.name.removesuffix(".index.json"))
         form = promised = output_format(checkpoint, None)
@@ -128,7 +130,8 @@ class Destination(Struct, frozen=True):
     @classmethod
     def _named(cls, goal: Path, source: Path | None, checkpoint: Checkpoint, asked: str | None) -> Destination:
         refuse_name(goal)
-        if goal.is_dir():
+        form = output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower()))
+        if goal.is_dir() and form != UNIVERSAL:
             raise UsageError(f"{goal}: is a folder; name the file to write")
         if goal.exists() and not goal.is_file():
             refuse_output(goal)
@@ -136,7 +139,6 @@ class Destination(Struct, frozen=True):
             raise UsageError(f"{goal}: is the source itself; replace it with ", Opt("in_place", True))
         if source is not None and _is_part(goal, source):
             raise UsageError(f"{goal}: is part of the source; name another output")
-        form = output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower()))
         return cls(goal.resolve() if goal.is_symlink() else goal, form, None if form == UNIVERSAL else source)
 
     def refuse(self, settings: Settings, like: str | os.PathLike[str] | None, dry_run: bool) -> None:

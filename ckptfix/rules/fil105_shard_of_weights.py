@@ -84,7 +84,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     path = Path(checkpoint.path)
     is_of_zero = path.name.endswith("_model_states.pt")
     is_of_ranks = checkpoint.format in ("zero", "pipeline")
-    if is_of_zero or is_of_ranks or (path / "latest").is_file() or path.with_name("latest").is_file():
+    if is_of_zero or is_of_ranks or (path / "latest").is_file() or (path.parent / "latest").is_file():
         from ckptfix.reading.folders.ranks.zero import beside, lacks_masters  # imported late: few files need it
 
         if (is_of_zero or is_of_ranks) and lacks_masters(path, checkpoint.root):

@@ -143,7 +143,7 @@ class Change(Struct, frozen=True, dict=True):
         is_by_name = _is_by_name(list(before.specs))
         is_ordered = not (before.format.endswith("safetensors") or (is_by_name and _is_sorted(before)))
         is_current = _is_current(before, target)
-        signs = {HF_FILE} if Path(before.path).with_name(HF_FILE).is_file() else set()
+        signs = {HF_FILE} if (Path(before.path).parent / HF_FILE).is_file() else set()
         if isinstance(before.root, Mapping):
             signs.update(name for name in before.root if isinstance(name, str))
         return cls(

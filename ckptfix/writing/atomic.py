@@ -205,6 +205,8 @@ def backup_of(source: Path) -> Path:
 
 def refuse_output(output: Path, force: bool = False) -> None:
     """Raise ``UsageError`` if the output exists and must not be replaced."""
+    if output.is_dir():
+        raise UsageError(f"{output}: already exists, and folders are never replaced; remove it, or name another output")
     if output.exists() and not output.is_file():
         raise UsageError(
             f"{output}: is a device, pipe or socket; name a file, or write nothing with ", Opt("dry_run", True)

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 import ckptfix
 from ckptfix.reading.opening import open_file
+from tests.reading.folders.ranks.genuine import unpacked
 
 PLAIN = {"fc.weight": torch.arange(6.0).reshape(2, 3)}
 WRAPPED = {f"module.{key}": value for key, value in PLAIN.items()}
@@ -72,3 +73,19 @@ def test_a_change_is_written_and_a_dry_run_says_the_same(state_dict, settings: d
     written = ckptfix.repair(tmp_path / "model.pth", **how)
     assert written.is_changed
     assert written.report.output is not None
+
+
+@pytest.mark.parametrize("sample", ["fsdp2_w4", "megatron_dist_tp2pp2", "zero3_w2_fp32_g1", "universal_zero2"])
+@pytest.mark.parametrize("named", [".", "..", "{folder}"])
+def test_the_working_folder_itself_is_a_checkpoint(sample, named, tmp_path, monkeypatch):
+    saved, _ = unpacked(sample, tmp_path)
+    tag = saved / "latest_universal"
+    folder = next((file.parent for file in saved.rglob("*optim_states.pt")), saved)
+    folder = saved / tag.read_text() if tag.is_file() else folder
+    (folder / "empty").mkdir()
+    monkeypatch.chdir(folder / "empty" if named == ".." else folder)
+    source = named.format(folder=folder)
+    found, wanted = ckptfix.check(source).findings, ckptfix.check(folder).findings
+    assert [finding.code for finding in found] == [finding.code for finding in wanted]
+    repaired = ckptfix.repair(source, beside=True, format="safetensors")
+    assert repaired.report.output == str(folder.with_name(f"{folder.name}.fixed.safetensors"))

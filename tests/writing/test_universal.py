@@ -158,7 +158,7 @@ def test_data_without_a_place_in_the_format_is_refused(
 
 def test_an_existing_folder_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(UsageError, match="folders are never replaced"):
         ckptfix.repair(by_name(tmp_path, "w", torch.float32), output=tmp_path / "out", format="universal", force=True)
 
 
