@@ -3,7 +3,8 @@
 ## What it finds
 An error: a file written by a single rank. It has many weights of shape `(0,)` (the model states of DeepSpeed's ZeRO
 stage 3, or `save_pretrained` under it), flattened parameters (`_flat_param`) of FSDP, one rank's parts of larger
-tensors (ShardedTensor, DTensor), or it is one rank of a Megatron model. A file of plain tensors counts if it has a rank
+tensors (ShardedTensor, DTensor), or it is one rank of a Megatron model by its arguments, of which `repair` writes
+nothing. A file of plain tensors counts if it has a rank
 name of vLLM, TensorRT-LLM or NeMo and other ranks are next to it. Tensors on the meta device, which have no values, are
 an error too. A single empty tensor and the empty ranges of quantisation observers are not reported.
 
@@ -17,7 +18,7 @@ computed from several ranks (biases that GPT-NeoX sums, norms that differ), and 
 
 - fp32 masters that, rounded to the training's dtype, differ from its weights;
 - files of two ranks with the same values, and files named after another rank: `repair` then writes nothing, because the
-  merged weights would be wrong;
+  merged weights would be wrong. With `--salvage`, these ranks count as missing if it is certain which they are;
 - ranks from another run, whose settings, norms or biases differ from those of most ranks;
 - parameters of nanotron that only one layer lacks, although it has nothing that the others do not have.
 
@@ -62,7 +63,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     elif shard is not None:
         parts = [checkpoint.entries.get(key) for key in shard.keys]
         ranks = _sharers(parts)
-        are_hollow = any(not isinstance(part, TensorSpec) or not part.numel for part in parts)
+        are_hollow = any(not isinstance(part, TensorSpec) or not part.numel for part in parts) or shard.is_proven
         yield rule.finding(
             Level.ERROR,
             f"the file is part of a distributed checkpoint: it {shard.what}"

@@ -49,6 +49,7 @@ from ckptfix.core.finding import FILE, Finding, Fix, Level, Remedy, advise, coun
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.maps.names import template
+from ckptfix.reading.folders.rank_shards import COMMON
 from ckptfix.rules.rule import Context, Rule
 
 Defect = tuple[Level, str, str, Collection[str]]  # a finding's level, message, advice and keys
@@ -66,11 +67,13 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(Level.WARNING, f"the file {cause}", evidence=evidence, fix=Fix.safe((Rewrite(cause),)))
     for level, message, advice, keys in (*_doubts(checkpoint, damage), *_of_files(checkpoint, has_target)):
         yield rule.finding(level, message, keys, remedies=advise(advice) if advice else ())
-    if beside := [clause(fact) for fact in damage if _is_beside(fact, checkpoint)]:
+    if beside := [fact for fact in damage if _is_beside(fact, checkpoint)]:
+        places = {place for fact in beside for place in fact.data.get("names", (fact.place,))}
+        otherwise = "at step 0" if places <= {*COMMON} else "with a new optimizer"
         yield rule.finding(
             Level.ERROR,
-            f"data other than weights is lost: the file {'; '.join(beside)}",
-            remedies=advise(f"fetch {to_fetch(damage)}; otherwise training starts with a new optimizer"),
+            f"data other than weights is lost: the file {'; '.join(map(clause, beside))}",
+            remedies=advise(f"fetch {to_fetch(damage)}; otherwise training starts {otherwise}"),
         )
     fills = {key: fill for key, spec in checkpoint.lost.items() if (fill := donor_fill(key, spec, context))}
     if fills:

@@ -69,11 +69,14 @@ FLAT_REMEDY = (
 
 
 class RankShard(Struct, frozen=True):
-    """What a file has instead of weights (as a clause), how to merge it with the others, and the keys concerned."""
+    """What a file has instead of weights (as a clause), how to merge it with the others, and the keys concerned.
+
+    ``is_proven`` is whether the file says that its weights, which have the names of whole ones, are parts."""
 
     what: str
     remedy: str
     keys: tuple[str, ...] = ()
+    is_proven: bool = False
 
 
 def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
@@ -85,7 +88,8 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
         return RankShard(what, "name its folder instead")
     ranks = _tensor_parallel(root)
     if ranks > 1:
-        return RankShard(f"holds the weights of one of {ranks} ranks that share the model (Megatron)", RANKS_REMEDY)
+        what = f"holds the weights of one of {ranks} ranks that share the model (Megatron)"
+        return RankShard(what, RANKS_REMEDY, is_proven=True)
     if _OLMO in entries:
         what = "holds flattened parameters of FSDP of one rank, as OLMo saves them (`sharded_checkpointer: local`)"
         return RankShard(what, "merge the folder with scripts/unshard.py of OLMo", (_OLMO,))
@@ -148,7 +152,7 @@ def _tensor_parallel(root: Any) -> int:
         return 1
     args = root.get("args")
     named = args.attributes if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
-    megatron = [named.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
+    megatron = [named.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
     sizes = [root.get("mp_world_size") if "ds_version" in root else None, *(megatron if "iteration" in root else ())]
     return math.prod(size for size in sizes if type(size) is int and 1 < size <= _MOST_RANKS)
 

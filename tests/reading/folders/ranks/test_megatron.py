@@ -16,6 +16,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.boxes import row_major_bytes
 from ckptfix.reading.folders.ranks.megatron import unstacked
+from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import swap, unpacked
 
@@ -93,6 +94,18 @@ def test_the_folder_of_a_rank_stands_for_all(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("salvage", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "expert"])
+def test_one_of_several_ranks_is_not_written_under_another_name(tmp_path: Path, kind: str, salvage: bool) -> None:
+    for size in (1, 2):
+        args = Namespace(**{f"{kind}_model_parallel_size": size})
+        root = {"args": args, "iteration": 1, "model": {"output_layer.weight": torch.arange(12.0).reshape(3, 4)}}
+        torch.save(root, tmp_path / "lone.pt")
+        report = ckptfix.repair(tmp_path / "lone.pt", output=tmp_path / f"{size}.pth", salvage=salvage).report
+        assert report.is_refused == (size > 1)
+        assert (tmp_path / f"{size}.pth").exists() == (size == 1)
+
+
 def test_a_model_of_one_rank_is_a_file(tmp_path: Path) -> None:
     for world in (1, 2):
         folder = tmp_path / f"{world}" / "iter_0000001" / "mp_rank_00"
@@ -145,6 +158,9 @@ def test_layers_are_one_by_one_without_the_common_data(tmp_path: Path, lost: str
     assert (checkpoint.container, checkpoint.specs.keys()) == (("model",), truth.keys())
     assert all(bytes_of(checkpoint.read(key)) == bytes_of(value) for key, value in truth.items())
     assert "common.pt" in clauses(checkpoint.damage)
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth", salvage=True).report
+    (finding,) = (each for each in report.left if each.level)
+    assert remedies_text(finding.remedies).endswith("otherwise training starts at step 0")  # it had no optimizer
 
 
 @pytest.mark.parametrize("change", ["other-depth", "numbered", "other-arguments"])
