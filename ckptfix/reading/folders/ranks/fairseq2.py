@@ -117,7 +117,7 @@ def _whole(
 
     What the ``absent`` ranks have is lost. Returns None if it is unknown how much that is."""
     parts = {rank: entry for rank, entry in entries.items() if isinstance(entry, TensorSpec)}
-    held = [part for part in parts.values() if part.numel] or list(parts.values())[:1]
+    held = [part for part in parts.values() if part.shape[:1] != (0,)] or list(parts.values())[:1]
     if not held:
         return next(iter(entries.values()))
     if not held[0].shape or key.rpartition(".")[2] in RUNNING_STATISTICS:  # FSDP does not divide buffers

@@ -118,6 +118,13 @@ def test_a_part_of_another_size_is_named(saved: Path, rank: int) -> None:
         ckptfix.open_checkpoint(saved)
 
 
+def test_a_part_without_columns_is_not_left_out(saved: Path) -> None:
+    rows(saved, WORLD)
+    torch.save({"weight": torch.empty(3, 0), "norm": torch.tensor(1.0)}, saved / "model/pp_00/tp_00/sdp_01.pt")
+    with pytest.raises(ckptfix.UnreadableError, match=r"the parts of weight do not fit along dimension 0: .*\[3, 0\]"):
+        ckptfix.open_checkpoint(saved)
+
+
 @pytest.mark.parametrize("change", ["unlink", "empty"])
 @pytest.mark.parametrize(
     ("rank", "lost", "unknown"),
