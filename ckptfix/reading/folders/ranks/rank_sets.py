@@ -9,6 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from ckptfix.bytes.files import small_text
 from ckptfix.bytes.listing import list_folder, stamp_of
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
@@ -106,4 +107,6 @@ def model_sets(folder: Path) -> list[RankSet]:
         return sets
     # Links to one of several sets mark the latest, such as `latest-rank0.pt` of Composer.
     links = {path.resolve().name for found in sets for path in found.files.values() if path.is_symlink()}
+    # So do the files of dinov2, one for each rank.
+    links |= {small_text(file).strip() for file in folder.glob("last_checkpoint.rank_*")}
     return [each for each in sets if any(path.name in links for path in each.files.values())] or sets

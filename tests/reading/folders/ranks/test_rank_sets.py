@@ -34,6 +34,19 @@ def test_links_say_which_set_is_the_latest(tmp_path: Path) -> None:
     assert ckptfix.open_checkpoint(folder / "ep0-ba1-rank2.pt").keys() == ["w"]
 
 
+def test_dinov2_names_the_latest_set(tmp_path: Path) -> None:
+    """Each rank names its own file."""
+    folder, truth = saved(tmp_path)
+    for rank in range(4):
+        file = rank_file(folder, rank).rename(folder / f"model_0000002.rank_{rank}.pth")
+        torch.save({"w": dtensor(rank, torch.ones(4), 4)}, folder / f"model_0000001.rank_{rank}.pth")
+        (folder / f"last_checkpoint.rank_{rank}").write_text(file.name)
+    assert ckptfix.open_checkpoint(folder).keys() == list(truth["model"])
+    (folder / "last_checkpoint.rank_3").write_text("model_0000001.rank_3.pth")
+    with pytest.raises(UnreadableError, match="2 sets of files that ranks wrote"):
+        ckptfix.open_checkpoint(folder)
+
+
 def test_the_names_in_a_folder_are_looked_up_once_for_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
