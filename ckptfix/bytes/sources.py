@@ -153,6 +153,8 @@ class SmallParts(Collection[Storage]):
     """The storages of a tensor of many small parts of files. To create one takes longer than to verify it, so all of
     them are verified together."""
 
+    __slots__ = ()
+
     def are_sound(self) -> bool:
         """Return whether all parts match their checksums, if they have any."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -172,6 +172,36 @@ def _followed(content: Content) -> Directory:
     return Directory(members, is_exact=position == len(directory))
 
 
+def forget_directory(content: Content) -> None:
+    """Free the memory of an archive's directory, which is read again if it is needed."""
+    _known.pop(content, None)
+
+
+class StoredMembers(Mapping[str, ZipMember]):
+    """Members of an archive that are not packed, by name, with their places and checksums as numbers in a row: 10,000
+    take 1.5 MB instead of 4 MB."""
+
+    def __init__(self, members: Mapping[str, ZipMember]) -> None:
+        self._index = {name: at for at, name in enumerate(members)}
+        self._numbers = array("Q")
+        for each in members.values():
+            self._numbers.extend((each.flags, each.crc, each.packed, each.size, each.place, each.ahead, each.entry))
+
+    def __getitem__(self, name: str) -> ZipMember:
+        at = self._index[name] * _NUMBERS
+        flags, crc, packed, size, place, ahead, entry = self._numbers[at : at + _NUMBERS]
+        return ZipMember(name, None, flags, STORED, crc, packed, size, place, 0, 0, ahead, entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
+_NUMBERS = 7  # of a member
+
+
 def _of_zip64(extra: bytes, *numbers: int) -> list[int]:
     """Return numbers of an entry, with placeholders replaced from its zip64 extra field (APPNOTE 4.5.3)."""
     while len(extra) >= 4:
@@ -193,8 +223,7 @@ class ChecksumPlaces(Struct, frozen=True):
     begin: int
     width: int  # bytes of the folder's name, with its slash
     folders: array[int]  # the places of the folder's name
-    mask: int  # ones for all bits except those of checksums and folders
-    rest: int  # these bits, as one number instead of ten thousand pieces
+    rest: bytes  # with zeros in place of checksums and folders
 
     @classmethod
     def of(cls, content: Content) -> ChecksumPlaces | None:
@@ -206,14 +235,9 @@ class ChecksumPlaces(Struct, frozen=True):
         folder, slash, _ = directory.names[0].partition("/")
         if not folder.isascii() or not all(name.startswith(folder + slash) for name in directory.names):
             return None
-        tail, width = content[end.begin :], len(folder + slash)
+        width = len(folder + slash)
         folders = array("Q", [member.entry - end.begin + ENTRY.size for member in directory.members])
-        mask = bytearray(b"\xff" * len(tail))
-        for at in folders:
-            mask[at : at + width] = bytes(width)
-            mask[at - ENTRY.size + CRC : at - ENTRY.size + CRC + 4] = bytes(4)
-        bits = int.from_bytes(mask, "little")
-        return cls(len(content), end.begin, width, folders, bits, int.from_bytes(tail, "little") & bits)
+        return cls(len(content), end.begin, width, folders, _without_sums(content[end.begin :], folders, width))
 
     def folder(self, other: Content) -> str | None:
         """Return the folder of another archive, with its slash; None if its members differ in anything except this and
@@ -223,8 +247,18 @@ class ChecksumPlaces(Struct, frozen=True):
         tail = other[self.begin :]
         found = {tail[at : at + self.width] for at in self.folders}
         folder = found.pop()
-        is_one = not found and folder.isascii() and int.from_bytes(tail, "little") & self.mask == self.rest
+        is_one = not found and folder.isascii() and _without_sums(tail, self.folders, self.width) == self.rest
         return folder.decode() if is_one else None
+
+
+def _without_sums(tail: bytes, folders: Iterable[int], width: int) -> bytes:
+    """Return the end of an archive with zeros in place of the checksums and the folder's name in each entry."""
+    made, name, checksum = bytearray(tail), bytes(width), bytes(4)
+    for at in folders:
+        made[at : at + width] = name
+        begin = at - ENTRY.size + CRC
+        made[begin : begin + 4] = checksum
+    return bytes(made)
 
 
 class EndRecord(NamedTuple):

@@ -7,7 +7,7 @@ Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file
 import re
 import zlib
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -225,9 +225,9 @@ class Archive(TorchArchive):
     """The members of a torch zip file. ``found`` is set if the directory was lost and they were found without it.
     ``gone`` lists storages whose header and bytes are not where the directory says."""
 
-    members: dict[str, ZipMember]
+    members: Mapping[str, ZipMember]
 
-    def __init__(self, content: Content, root: str, members: dict[str, ZipMember], index: ZipIndex) -> None:
+    def __init__(self, content: Content, root: str, members: Mapping[str, ZipMember], index: ZipIndex) -> None:
         super().__init__(content.path, len(content), content.bounds)
         self.content, self.root, self.members, self.index = content, root, members, index
         self.found = index.found

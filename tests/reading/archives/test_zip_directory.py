@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.archives.zip_directory import ChecksumPlaces, checksums_left, member_names, read_directory
+from ckptfix.reading.archives.zip_directory import (
+    ChecksumPlaces,
+    StoredMembers,
+    checksums_left,
+    forget_directory,
+    member_names,
+    read_directory,
+)
 from ckptfix.writing.torch_files import write_zip
 from tests.reading.archives.test_wrapped import zipped
 from tests.reading.archives.zips import saved
@@ -152,3 +159,25 @@ def test_members_in_several_folders_are_compared_with_none() -> None:
         for name in ("a/x", "b/y"):
             archive.writestr(name, b"1")
     assert ChecksumPlaces.of(Content("f.pt", file.getvalue())) is None
+
+
+def test_members_in_a_row_are_those_of_the_directory(archives: dict[str, bytes]) -> None:
+    held = read_directory(Content("f.pt", archives["torch"])).members
+    kept = StoredMembers({member.name: member for member in held})
+    assert [*kept] == [member.name for member in held]
+    assert len(kept) == len(held) > len(WEIGHTS)
+    fields = ("name", "flags", "method", "crc", "packed", "size", "place", "ahead", "entry")
+    for member in held:
+        assert [getattr(kept[member.name], field) for field in fields] == [getattr(member, field) for field in fields]
+    with pytest.raises(KeyError):
+        kept["nothing"]
+
+
+def test_a_forgotten_directory_is_read_again(archives: dict[str, bytes]) -> None:
+    content = Content("f.pt", archives["torch"])
+    first = read_directory(content)
+    assert read_directory(content) is first
+    forget_directory(content)
+    forget_directory(content)
+    assert read_directory(content) is not first
+    assert read_directory(content) == first
