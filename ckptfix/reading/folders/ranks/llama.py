@@ -29,6 +29,7 @@ from ckptfix.reading.folders.ranks.partition import Joining, Split, emptied, fin
 from ckptfix.reading.weights.document import Document
 
 NAME = "llama"
+_NAME = "consolidated.{:02d}.pth"
 
 _PARAMS_LIMIT = 1 << 20
 _LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
@@ -67,7 +68,7 @@ def document(files: RankFiles) -> Document | None:
     world = max(max(ranks) + 1, degree)
     if world == 1 and not params:
         return files.opened(ranks[0])
-    files.note_missing(world, ranks, "consolidated.{:02d}.pth")
+    files.note_missing(world, ranks, _NAME)
     files.check_absent(world - len(ranks))
     if not states:
         raise damaged(folder, f"{clauses(files.damage)}; no rank can be read")
@@ -95,10 +96,11 @@ def document(files: RankFiles) -> Document | None:
             " from different saves; put those of one save together"
         )
     params = {**params, "queries": _queries_of(states[0]) * world}
-    joining = Joining(str(folder), [ranks[rank].name if rank in ranks else "" for rank in range(world)])
+    joining = Joining(str(folder), [ranks[rank].name if rank in ranks else _NAME.format(rank) for rank in range(world)])
     fewest = {module: min(counts, default=1) for module, counts in sharers.items()}
     weights = OrderedDict(joining.join(list(states.values()), partial(_split, params, fewest)))
     files.lacking.update(joining.lacking)
+    files.held_by.update(joining.held_by)
     note_copies(files.remarks, joining.differing, may_drift=False)  # norms are equal in all of Meta's files
     return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
 

@@ -326,6 +326,7 @@ class _Joined:
                             )
                         self.joining.differing[name] = None
         self.files.lacking.update({".".join(key): lost for key, lost in lacking.items()})
+        self.files.held_by.update(self.joining.held_by)
         self._check_layers(held, offsets, _arguments(first).get("num_layers"))
         return weights
 

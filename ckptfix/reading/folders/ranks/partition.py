@@ -1,7 +1,7 @@
 """Tensor parallelism: how ranks split the tensors of a layer, and how the parts are joined."""
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -165,12 +165,13 @@ def _stretch(shape: tuple[int, ...], axis: int, start: int, length: int) -> Box:
 
 class Joining(Struct):
     """A join of state_dicts of ranks, with the keys whose copies differ, and the bytes of each tensor that no rank
-    has. ``names`` are the names of the ranks for messages."""
+    has, also by the name of the rank that had them. ``names`` are the names of the ranks."""
 
     path: str
     names: Sequence[str] = ()
     differing: dict[str, None] = field(default_factory=dict)
     lacking: dict[str, int] = field(default_factory=dict)
+    held_by: Counter[str] = field(default_factory=Counter)
 
     def whole(self, states: Sequence[Mapping[str, Any]], split_of: SplitOf) -> Mapping[str, Any]:
         """Return the entries of the whole. The state_dict of a single rank is returned as it is, with ``_metadata``."""
@@ -208,6 +209,9 @@ class Joining(Struct):
             made[views] = joined(key, parts, split or WHOLE, self.path)
             if is_torn(made[views]):
                 self.lacking[key] = lost_bytes(parts, split or WHOLE, [*map(is_torn, parts)])
+                if split is not None and split.axis is not None and split.holders == 1 and not split.places:
+                    held = zip(self.names, parts, strict=False)
+                    self.held_by.update({name: part.nbytes for name, part in held if is_torn(part)})
             holders = split.holders if split is not None else 1
             same = [parts[first : first + holders] for first in range(0, len(parts), holders) if holders > 1]
             if not all(agree(copies, self.path) for copies in same):

@@ -207,6 +207,16 @@ def test_a_tensor_that_no_rule_knows_is_not_guessed(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(tmp_path)
 
 
+def test_each_of_several_missing_shards_has_its_own_bytes(tmp_path: Path) -> None:
+    write_llama(tmp_path, ranks=4, groups=4)
+    names = ["consolidated.01.pth", "consolidated.03.pth"]
+    for name in names:
+        (tmp_path / name).unlink()
+    (fact,) = (fact for fact in ckptfix.open_checkpoint(tmp_path, salvage=True).damage if "files" in fact.data)
+    half = fact.data["nbytes"] // 2  # all shards are of one size
+    assert fact.data["files"] == dict.fromkeys(names, half)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_llama(tmp_path, 4)
     (tmp_path / "consolidated.02.pth").unlink()

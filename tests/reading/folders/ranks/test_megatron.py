@@ -86,6 +86,23 @@ def test_of_two_copies_the_one_at_the_wrong_place_is_named(
     assert all(bytes_of(value) == bytes_of(truth[key]) for key, value in got.items())
 
 
+def test_each_of_several_missing_ranks_has_its_own_bytes(tmp_path: Path) -> None:
+    folder, _ = unpacked("megatron_tp2pp2", tmp_path)
+
+    def lost(*names: str) -> Any:
+        for name in names:
+            (folder / "iter_0000001" / name).rename(tmp_path / name)
+        damage = ckptfix.open_checkpoint(folder, salvage=True).damage
+        for name in names:
+            (tmp_path / name).rename(folder / "iter_0000001" / name)
+        return next(fact.data for fact in damage if fact.kind is Kind.BYTES_LACKING)
+
+    single = {name: lost(name)["nbytes"] for name in RANKS[2:]}
+    both = lost(*RANKS[2:])
+    assert both["files"] == single
+    assert both["nbytes"] == sum(single.values())
+
+
 def test_the_folder_of_a_rank_stands_for_all(tmp_path: Path) -> None:
     folder, truth = unpacked("megatron_tp2pp2", tmp_path)
     checkpoint = ckptfix.open_checkpoint(folder / RANK)
