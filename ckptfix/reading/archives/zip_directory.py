@@ -222,7 +222,7 @@ class ChecksumPlaces(Struct, frozen=True):
     size: int  # of the whole archive
     begin: int
     width: int  # bytes of the folder's name, with its slash
-    folders: array[int]  # the places of the folder's name
+    folders: list[range]  # the places of the folder's name, as entries of one length in a row are as far apart
     rest: bytes  # with zeros in place of checksums and folders
 
     @classmethod
@@ -236,8 +236,8 @@ class ChecksumPlaces(Struct, frozen=True):
         if not folder.isascii() or not all(name.startswith(folder + slash) for name in directory.names):
             return None
         width = len(folder + slash)
-        folders = array("Q", [member.entry - end.begin + ENTRY.size for member in directory.members])
-        return cls(len(content), end.begin, width, folders, _without_sums(content[end.begin :], folders, width))
+        folders = _runs(member.entry - end.begin + ENTRY.size for member in directory.members)
+        return cls(len(content), end.begin, width, folders, bytes(_without_sums(content[end.begin :], folders, width)))
 
     def folder(self, other: Content) -> str | None:
         """Return the folder of another archive, with its slash; None if its members differ in anything except this and
@@ -245,20 +245,38 @@ class ChecksumPlaces(Struct, frozen=True):
         if len(other) != self.size:
             return None
         tail = other[self.begin :]
-        found = {tail[at : at + self.width] for at in self.folders}
-        folder = found.pop()
-        is_one = not found and folder.isascii() and _without_sums(tail, self.folders, self.width) == self.rest
-        return folder.decode() if is_one else None
+        folder = tail[self.folders[0].start :][: self.width]
+        is_one = folder.isascii() and all(
+            tail[_moved(run, at)] == folder[at : at + 1] * len(run) for run in self.folders for at in range(self.width)
+        )
+        return folder.decode() if is_one and _without_sums(tail, self.folders, self.width) == self.rest else None
 
 
-def _without_sums(tail: bytes, folders: Iterable[int], width: int) -> bytes:
-    """Return the end of an archive with zeros in place of the checksums and the folder's name in each entry."""
-    made, name, checksum = bytearray(tail), bytes(width), bytes(4)
-    for at in folders:
-        made[at : at + width] = name
-        begin = at - ENTRY.size + CRC
-        made[begin : begin + 4] = checksum
-    return bytes(made)
+def _runs(places: Iterable[int]) -> list[range]:
+    """Return increasing numbers as ranges."""
+    found: list[range] = []
+    for place in places:
+        last = found[-1] if found else range(0)
+        if last and (len(last) == 1 or place - last[-1] == last.step):
+            found[-1] = range(last.start, place + 1, place - last[-1])
+        else:
+            found.append(range(place, place + 1))
+    return found
+
+
+def _moved(places: range, distance: int) -> slice:
+    return slice(places.start + distance, places.stop + distance, places.step)
+
+
+def _without_sums(tail: bytes, folders: Iterable[range], width: int) -> bytearray:
+    """Return the end of an archive with zeros in place of the checksums and the folder's name in each entry.
+
+    Byte by byte of all entries of one length, which takes a tenth of the time of entry by entry."""
+    made, checksum = bytearray(tail), CRC - ENTRY.size
+    for run in folders:
+        for at in (*range(width), *range(checksum, checksum + 4)):
+            made[_moved(run, at)] = bytes(len(run))
+    return made
 
 
 class EndRecord(NamedTuple):

@@ -153,6 +153,21 @@ def test_checksums_of_an_archive_that_is_alike() -> None:
         assert places.folder(other) is None
 
 
+@pytest.mark.parametrize("changed", ["f", "b", "member-0", "other-11"])
+def test_each_entry_of_an_archive_that_is_alike_is_compared(changed: str) -> None:
+    """Entries of several lengths, of which one has another size or folder."""
+    names = ["f", *(f"member-{at}" for at in range(12)), "b", *(f"other-{at}" for at in range(12))]
+    places = ChecksumPlaces.of(_in_folder("0", **dict.fromkeys(names, b"12")))
+    assert places is not None
+    same = {name: name[:1].encode() * 2 for name in names}
+    assert places.folder(_in_folder("1", **same)) == "1/"
+    data = _in_folder("1", **same).buffer[:]
+    at = data.rindex(b"1/" + changed.encode())  # in the directory
+    assert places.folder(Content("f.pt", data[:at] + b"2" + data[at + 1 :])) is None
+    assert places.folder(Content("f.pt", data[: at - 20] + b"\7" + data[at - 19 :])) is None
+    assert places.folder(Content("f.pt", data[: at - 27] + b"\7" + data[at - 26 :])) == "1/"  # in the checksum
+
+
 def test_members_in_several_folders_are_compared_with_none() -> None:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
