@@ -26,6 +26,7 @@ from ckptfix.core.lazy import np
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec
+from ckptfix.core.wording import first_names
 from ckptfix.errors import DamageWarning, Opt, UnreadableError, WriteError, one_line
 
 try:  # 20 to 60 GB/s, where the zlib of most Pythons reaches 1 to 4: a full repair takes twice as long without it
@@ -52,9 +53,34 @@ def is_sound(storage: Storage) -> bool:
         found = _SOUND[storage]
     if found is None and storage.parts:
         parts = storage.parts
-        found = parts.are_sound() if isinstance(parts, SmallParts) else all(map(is_sound, parts))
+        found = not any(True for _ in parts.damaged()) if isinstance(parts, SmallParts) else all(map(is_sound, parts))
         _SOUND[storage] = found
     return found is not False
+
+
+def damaged_parts(storage: Storage) -> Iterator[Storage]:
+    """Yield what fails its checksum in the files: the storage itself, or those of its parts that do."""
+    if is_sound(storage):
+        return
+    if storage.crc32 is not None:
+        yield storage
+    elif isinstance(storage.parts, SmallParts):
+        yield from storage.parts.damaged()
+    else:
+        for part in storage.parts:
+            yield from damaged_parts(part)
+
+
+def place_in(path: str, storage: Storage) -> tuple[str, int]:
+    """Return the file of a storage, as it is named in the checkpoint at ``path``, and the position in it.
+
+    The name is empty if the checkpoint is that file, or if the bytes are not in a file as they are."""
+    place = located(storage.source)
+    if place is None:
+        return "", id(storage)
+    file, whole = Path(place.file.path), Path(path)
+    name = file.relative_to(whole).as_posix() if file.is_relative_to(whole) else file.name
+    return "" if file == whole else name, place.offset
 
 
 def is_pending(storage: Storage) -> bool:
@@ -215,7 +241,9 @@ def _with_parts(storages: Iterable[Storage], met: set[int]) -> Iterator[Storage]
 def _held_by(checkpoint: Checkpoint, storage: Storage) -> str:
     keys = _keys_of(checkpoint, storage)
     more = f" and of {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"the storage of {keys[0]}{more}" if keys else "a storage beside the state_dict"
+    held = f"the storage of {keys[0]}{more}" if keys else "a storage beside the state_dict"
+    files = dict.fromkeys(name for part in damaged_parts(storage) if (name := place_in(checkpoint.path, part)[0]))
+    return f"{held} (in {first_names(list(files))})" if files else held
 
 
 def _keys_of(checkpoint: Checkpoint, storage: Storage) -> list[str]:

@@ -155,8 +155,8 @@ class SmallParts(Collection[Storage]):
 
     __slots__ = ()
 
-    def are_sound(self) -> bool:
-        """Return whether all parts match their checksums, if they have any."""
+    def damaged(self) -> Iterator[Storage]:
+        """Yield the parts that do not match their checksums, if they have any."""
         raise NotImplementedError
 
     @property

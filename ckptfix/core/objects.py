@@ -118,6 +118,17 @@ def tensors_in(root: Any, without: Callable[[Any], bool] = lambda _: False) -> I
         pending.extend(reversed(children))
 
 
+def tensors_by_path(root: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], TensorSpec]]:
+    """Yield the tensors in nested dicts and lists, up to ``DEPTH`` levels, each with its path."""
+    if isinstance(root, TensorSpec):
+        yield from ((path, part) for part in root.strided_parts())
+    elif isinstance(root, (dict, list, tuple)) and len(path) < DEPTH:
+        for name, child in root.items() if isinstance(root, dict) else enumerate(root):
+            if isinstance(child, _LEADS_ON):
+                yield from tensors_by_path(child, (*path, name))
+
+
+DEPTH = 16
 _CONTAINERS = (dict, list, tuple, Opaque)
 _LEADS_ON = (TensorSpec, *_CONTAINERS)
 

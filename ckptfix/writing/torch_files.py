@@ -5,9 +5,10 @@ import sys
 import zlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ckptfix.bytes.checksums import verifying
+from ckptfix.bytes.checksums import storages_of, verifying
 from ckptfix.bytes.copying import LARGE, PAGE, Copier
 from ckptfix.bytes.sources import ranges_of
 from ckptfix.core.checkpoint import Checkpoint
@@ -57,7 +58,12 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     """Write the zip container of torch ≥ 1.6. Returns the copier with the ranges that were read back."""
     root, _ = plain_root(checkpoint)
     placement = Placement(root, checkpoint.devices)
-    changed = (region for region in placement.regions if not region.is_whole or region.storage.parts)
+    kept = _kept_checksums(checkpoint)
+    changed = (
+        region
+        for region in placement.regions
+        if not region.is_whole or region.storage.parts or (kept is not None and id(region.storage) not in kept)
+    )
     pickle = PickleWriter(checkpoint.path, placement).dump(root)
     sums: dict[int, int] = {}
     storages = (region.storage for region in changed)
@@ -80,6 +86,13 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
         archive.write("version", b"3\n")
         archive.close()
     return copier
+
+
+def _kept_checksums(checkpoint: Checkpoint) -> set[int] | None:
+    """Return the ids of the storages that are written with the checksum of their source even if it is wrong; None for
+    all storages. In a folder, these are the weights', which FIL201 reports: most others are computed from several files
+    and get new checksums, so damage in any of them is refused."""
+    return {id(storage) for storage, _ in storages_of(checkpoint)} if Path(checkpoint.path).is_dir() else None
 
 
 def _place(region: Region) -> int | None:

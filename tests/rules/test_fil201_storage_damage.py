@@ -11,6 +11,7 @@ import torch
 import ckptfix
 from ckptfix.reading.archives.wrapped import BESIDE_LIMIT
 from tests.checks import assert_same, bytes_of
+from tests.reading.folders.ranks.genuine import unpacked
 
 
 def _saved(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -183,3 +184,62 @@ def test_files_much_larger_than_the_checkpoint_are_not_read_for_it(tmp_path: Pat
     data[place + 60] ^= 0x10
     (tmp_path / "agent.zip").write_bytes(data)
     assert ckptfix.check(tmp_path / "agent.zip", select=["FIL2"]).findings == ()
+
+
+def _flipped_in(file: Path, member: str) -> None:
+    """Flip a bit in the data of a member of an archive."""
+    with zipfile.ZipFile(file) as archive:
+        (info,) = (info for info in archive.infolist() if info.filename.endswith(f"/{member}"))
+        with archive.open(info) as data:
+            content = data.read()
+    whole = bytearray(file.read_bytes())
+    whole[whole.index(content, info.header_offset) + len(content) // 2] ^= 0x10
+    file.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("sample", "file", "member", "users"),
+    [
+        ("fsdp2_w4", "model_world_size_4_rank_1.pt", "data/0", 1),
+        ("megatron_tp2pp2", "mp_rank_00_001/model_optim_rng.pt", "data/0", 1),
+        ("zero3_w3_bf16_g2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "data/1", 9),
+        ("universal_zero2", "zero/l1.weight/exp_avg.pt", "data/0", 1),
+    ],
+)
+def test_in_a_folder_of_ranks_the_damaged_file_is_named(
+    tmp_path: Path, sample: str, file: str, member: str, users: int
+) -> None:
+    saved, _ = unpacked(sample, tmp_path)
+    assert "FIL201" not in _codes(ckptfix.check(saved))
+    (damaged,) = (found for found in saved.rglob("*.pt") if found.as_posix().endswith(f"/{file}"))
+    _flipped_in(damaged, member)
+    (finding,) = (each for each in ckptfix.check(saved).findings if each.code == "FIL201")
+    assert f" with wrong bytes in {file}" in finding.message
+    assert finding.message.startswith("1 ")  # storage or tensor, whatever number of tensors uses it
+    assert [len(names) for names in finding.evidence["files"].values()] == [users]
+    assert [*finding.evidence["files"]] == [file]
+    assert finding.remedies[0].text == f"fetch {file} again"
+
+
+@pytest.mark.parametrize(
+    ("sample", "file", "member"),
+    [
+        ("fsdp2_w4", "model_world_size_4_rank_0.pt", "data/38"),  # a step
+        ("moe_zero1_w4_ep2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "data/5"),
+        ("pipeline_pp2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "data/0"),
+        ("universal_zero2", "zero/l1.weight/exp_avg.pt", "data/0"),
+        ("zero3_w3_bf16_g2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "data/1"),
+    ],
+)
+def test_a_damaged_moment_of_a_folder_is_not_written(tmp_path: Path, sample: str, file: str, member: str) -> None:
+    saved, _ = unpacked(sample, tmp_path)
+    (damaged,) = (found for found in saved.rglob("*.pt") if found.as_posix().endswith(f"/{file}"))
+    _flipped_in(damaged, member)
+    for salvage in (False, True):
+        with pytest.raises(ckptfix.WriteError, match=rf"\(in {file}\) fails its checksum"):
+            ckptfix.repair(saved, output=tmp_path / "out.pth", salvage=salvage)
+    weights = tmp_path / "out.safetensors"
+    ckptfix.repair(saved, output=weights)
+    assert weights.exists()
+    ckptfix.repair(saved, output=tmp_path / "out.pth", drop_optimizer=True)
+    assert "FIL201" not in _codes(ckptfix.check(tmp_path / "out.pth"))

@@ -163,12 +163,11 @@ class _Storages(SmallParts):
         own = (storage.source for part in self._held.own for storage in part.storages)
         yield from (source.file for source in own if isinstance(source, FileBytes))
 
-    def are_sound(self) -> bool:
+    def damaged(self) -> Iterator[Storage]:
         places: dict[int, tuple[int, int, int | None]] = {}  # by the archive that the twins are like
         for holder in self._held.row.holders:
             if isinstance(holder, int):
-                if not all(map(is_sound, self._held.own[holder].storages)):
-                    return False
+                yield from (storage for storage in self._held.own[holder].storages if not is_sound(storage))
                 continue
             archive = id(holder.rank.archive.members)
             if (place := places.get(archive)) is None:
@@ -178,8 +177,7 @@ class _Storages(SmallParts):
                 places[archive] = place
             start, nbytes, written = place
             if written is not None and crc32(holder.read(start, nbytes)) != _number(holder.read(written, 4), "little"):
-                return False
-        return True
+                yield from holder.rank.part(_part(holder.rank.spread, self._held.path)).storages
 
 
 _number = int.from_bytes

@@ -150,7 +150,7 @@ def test_a_damaged_part_is_not_written(tmp_path: Path, rank: int) -> None:
     (found,) = [finding for finding in ckptfix.check(tmp_path).findings if finding.code == "FIL201"]
     assert found.keys == ("blocks.5.weight",)
     ckptfix.repair(tmp_path, output=tmp_path / "whole.pth")
-    with pytest.raises(WriteError, match=r"blocks\.5\.weight fails its checksum"):
+    with pytest.raises(WriteError, match=rf"blocks\.5\.weight \(in {file.name}\) fails its checksum"):
         ckptfix.repair(tmp_path, output=tmp_path / "whole.pth", values=False)
     assert not (tmp_path / "whole.pth").exists()
 
