@@ -42,6 +42,7 @@ _OF_FAIRSCALE = re.compile(r"flat_param_\d{1,5}")
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 _SHARDED = ("ShardedTensor", "DTensor")
 _MOST_RANKS = 1 << 20
+_OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # what Megatron splits by the rows of the vocabulary
 _LEAST_SHARE = 0.2
 _PARTS = 100  # objects in the description of a tensor's layout, which has a dozen
 
@@ -86,7 +87,7 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     if isinstance(root, Opaque) and str(root.cls) == "torch.distributed.checkpoint.metadata.Metadata":
         what = "is the .metadata of torch.distributed.checkpoint, which describes the .distcp files next to it"
         return RankShard(what, "name its folder instead")
-    ranks = _tensor_parallel(root)
+    ranks = _sharing_ranks(root, entries)
     if ranks > 1:
         what = f"holds the weights of one of {ranks} ranks that share the model (Megatron)"
         return RankShard(what, RANKS_REMEDY, is_proven=True)
@@ -146,14 +147,25 @@ def named_part(path: Path) -> RankShard | None:
     return None
 
 
-def _tensor_parallel(root: Any) -> int:
+def _sharing_ranks(root: Any, entries: Mapping[str, Any]) -> int:
     """Return the number of ranks over which Megatron or DeepSpeed split tensors or layers; 1 for other files."""
     if not isinstance(root, dict):
         return 1
     args = root.get("args")
     named = args.attributes if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
-    megatron = [named.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
-    sizes = [root.get("mp_world_size") if "ds_version" in root else None, *(megatron if "iteration" in root else ())]
+    sizes = [root.get("mp_world_size") if "ds_version" in root else None]
+    if "iteration" in root:
+        # Weights that a script merged keep the arguments of the training.
+        rows = {
+            spec.shape[:1] for key, spec in entries.items() if key.endswith(_OF_VOCABULARY) and hasattr(spec, "shape")
+        }
+        layers = {found[1] for key in entries if (found := re.search(r"\blayers\.(\d+)\.", key))}
+        is_merged = {
+            "tensor": (named.get("padded_vocab_size"),) in rows,
+            "pipeline": len(layers) == named.get("num_layers"),
+            "expert": False,
+        }
+        sizes += [named.get(f"{kind}_model_parallel_size") for kind, is_whole in is_merged.items() if not is_whole]
     return math.prod(size for size in sizes if type(size) is int and 1 < size <= _MOST_RANKS)
 
 

@@ -123,6 +123,17 @@ def test_one_of_several_ranks_is_not_written_under_another_name(tmp_path: Path, 
         assert (tmp_path / f"{size}.pth").exists() == (size == 1)
 
 
+@pytest.mark.parametrize("lost", [None, "rows", "layer"])
+def test_weights_that_were_merged_keep_the_arguments_of_training(tmp_path: Path, lost: str | None) -> None:
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    model = {f"decoder.layers.{layer}.mlp.linear_fc1.bias": torch.randn(3) for layer in range(2 - (lost == "layer"))}
+    model["embedding.word_embeddings.weight"] = torch.randn(8 // (1 + (lost == "rows")), 3)
+    root = {"args": Namespace(**sizes, padded_vocab_size=8, num_layers=2), "iteration": 1, "model": model}
+    torch.save(root, tmp_path / "merged.pt")
+    report = ckptfix.repair(tmp_path / "merged.pt", output=tmp_path / "out.pth").report
+    assert (report.is_refused, (tmp_path / "out.pth").exists()) == (lost is not None, lost is None)
+
+
 def test_a_model_of_one_rank_is_a_file(tmp_path: Path) -> None:
     for world in (1, 2):
         folder = tmp_path / f"{world}" / "iter_0000001" / "mp_rank_00"
