@@ -33,6 +33,7 @@ Some things cannot be carried over, and the finding remains:
 
 Notes list:
 
+- what becomes plain data in the output of a folder of ranks, which only its framework loads;
 - objects and functions, such as the spaces and schedules in a policy of stable-baselines3, of which the output has only
   the data: the library that saved them has to read the original file;
 - the program of a TorchScript archive;
@@ -277,9 +278,16 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     classes = list(dict.fromkeys(edit.before for edit in conversions if edit.before != BARE_STORAGE))
     if not classes:
         return
+    from ckptfix.reading.folders.folders import OF_TRAINING  # only here: it imports what reads every kind of folder
+
+    # Nothing loads a folder of ranks with torch.load, and its framework reads the objects.
+    is_of_training = checkpoint.format in OF_TRAINING
     yield rule.finding(
-        Level.WARNING,
-        f"torch.load refuses this file with its default weights_only=True, because of {first_names(classes)}",
+        Level.NOTE if is_of_training else Level.WARNING,
+        f"the output has plain data in place of {first_names(classes)}, which torch.load refuses with its default "
+        "weights_only=True"
+        if is_of_training
+        else f"torch.load refuses this file with its default weights_only=True, because of {first_names(classes)}",
         evidence=dict(_shown(conversions)),
         fix=Fix.safe(conversions),
     )

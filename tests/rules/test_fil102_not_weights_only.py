@@ -22,6 +22,7 @@ from ckptfix.core.edits import Plain
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.report.advice import Presentation, next_command, remedies_text
 from tests.checks import assert_same
+from tests.reading.folders.ranks.genuine import unpacked
 
 
 def saved(folder: Path, content: Any, **how: Any) -> Path:
@@ -198,6 +199,14 @@ def test_each_conversion_is_listed(tmp_path):
     assert finding.fix.applicability == Applicability.SAFE
     assert {edit.where for edit in finding.fix.edits if isinstance(edit, Plain)} == {"args", "args.root", "n"}
     assert "argparse.Namespace" in finding.message
+
+
+def test_the_objects_in_a_folder_of_ranks_are_a_note(tmp_path: Path) -> None:
+    saved, _ = unpacked("megatron_tp2pp2", tmp_path)
+    (finding,) = ckptfix.check(saved, select=("FIL102",)).findings
+    assert finding.level == Level.NOTE
+    ckptfix.repair(saved, output=tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["args"]["tensor_model_parallel_size"] == 1
 
 
 class Custom:

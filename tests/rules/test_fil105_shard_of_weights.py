@@ -11,9 +11,16 @@ from ckptfix.core.finding import Level
 from ckptfix.errors import WriteError
 from ckptfix.report.advice import remedies_text
 from tests.checks import check_noop
-from tests.reading.folders.ranks.genuine import unpacked
+from tests.reading.folders.ranks.genuine import SAMPLES, unpacked
 
 CODE = "FIL105"
+
+# FSDP 1's flat parameters lack their shapes, and the mixers are several checkpoints.
+WHOLE = sorted(
+    name
+    for path in SAMPLES.glob("*.tar.xz")
+    if not (name := path.name.removesuffix(".tar.xz")).startswith(("fsdp1_local", "megatron_mixers"))
+)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +60,13 @@ def test_a_folder_of_shards_is_whole(tmp_path: Path) -> None:
     for number in (1, 2):
         save_file({f"{number}.weight": torch.ones(2)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
     assert ckptfix.check(tmp_path, select=(CODE,)).findings == ()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_nothing_is_wrong_with_a_folder_of_all_ranks(name: str, tmp_path: Path) -> None:
+    report = ckptfix.check(unpacked(name, tmp_path)[0])
+    assert [found for found in report.findings if found.level > Level.NOTE] == []
+    assert report.exit_code == 0
 
 
 def test_a_rank_of_megatron(tmp_path: Path) -> None:
