@@ -87,6 +87,14 @@ RULES = rules(
     "- \\w*norm\\w*.(?:weight|bias) \\w+.layer_norm_(?:weight|bias) _extra_state",
 )
 
+# The two matrices of a layer, by their names: Megatron's, before megatron.core, GPT-NeoX's, and Transformer Engine's.
+_LINEARS = (
+    ("linear_fc1", "linear_fc2"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+    ("linear1.", "linear2."),
+    ("fc1_weight", "fc2_weight"),
+)
+
 
 def find(folder: Path) -> Path | None:
     """Return the folder of an iteration, which has a folder for each rank; None if there is none.
@@ -698,8 +706,10 @@ def splits_of(state: Mapping[str, Any], table: Sequence[SplitRule] = RULES) -> S
 def _is_gated(name: str, state: Mapping[str, Any]) -> bool:
     """Return whether a layer is two stacked matrices, with twice as many rows as the next layer has columns."""
     name = re.sub(r"bias(\d*)$", r"weight\1", name)
-    other = state.get(name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h"))
     own = state.get(name)
+    for first, second in _LINEARS:
+        name = name.replace(first, second)
+    other = state.get(name)
     if not (isinstance(own, TensorSpec) and isinstance(other, TensorSpec) and len(other.shape) == 2 == len(own.shape)):
         return False
     return own.shape[0] == 2 * other.shape[1]

@@ -4,13 +4,16 @@ If ``gpt_j_residual`` is set, the biases of attention and MLP outputs are summed
 otherwise each rank has a copy of them. This is only known from the configuration, which the run saves in ``configs``.
 GPT-NeoX's own converter sums them in either case, and averages norms.
 
+With fewer key-value heads than queries, each rank has all of its queries before all of its keys before all of its
+values; otherwise they are in the order of the heads.
+
 Sources: ``tools/ckpts/convert_neox_to_hf.py``, ``megatron/model/transformer.py`` of GPT-NeoX."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +25,45 @@ from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import gone
+from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import note_copies
-from ckptfix.reading.folders.ranks.partition import Joining, SplitOf
+from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, rules, stacked
 from ckptfix.reading.tensors import bytes_of, torch_dtype
 
 _CONFIGS = "configs"
 _RESIDUAL = re.compile(r"""(?im)^[^#\n]*?["']?gpt[-_]j[-_]residual["']?\s*:\s*["']?(true|false)""")
 # A key of every layer of GPT-NeoX (in a file of its own or among all layers), and the biases that may be summed.
-_LAYER = re.compile(r"(?:sequential\.\d+\.)?attention\.query_key_value\.")
-_SUMMED = re.compile(r"(?:^|\.)(?:attention\.dense|mlp\.dense_4h_to_h)\.bias$")
+_LAYER = re.compile(r"(?:sequential\.\d+\.)?attention\.(?:query_key_value|qkv)\.")
+_SUMMED = re.compile(r"(?:^|\.)(?:attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2)\.bias$")
+_QUERIES = re.compile(r"((?:.*\.)?attention\.)query_key_value\.(?:weight|bias)")
+
+# The axis along which a tensor is split, by its name: with Megatron's names, GPT-NeoX's own, and those of its layers of
+# Transformer Engine (``qkv``, ``fc1_weight``).
+RULES = (
+    *rules(
+        "0 final_linear.weight mlp.w1.weight mlp.w3.weight attention.qkv.weight attention.qkv.bias",
+        "0+ mlp.linear1.weight mlp.linear1.bias mlp.fc1_weight mlp.fc1_bias",
+        "1 mlp.linear2.weight mlp.w2.weight mlp.fc2_weight attention.proj.weight",
+        "- mlp.linear2.bias mlp.fc2_bias attention.proj.bias \\w*norm.scale attention.masked_bias",
+    ),
+    *megatron.RULES,
+)
+
+
+def splits_of(state: Mapping[str, Any]) -> SplitOf:
+    """Return the function that tells how each tensor is split, from the state_dict of the first rank."""
+    return partial(_split, megatron.splits_of(state, RULES), state)
+
+
+def _split(by_name: SplitOf, state: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) -> Split | None:
+    match = _QUERIES.fullmatch(name)
+    dense = state.get(f"{match[1]}dense.weight") if match else None
+    if isinstance(dense, TensorSpec) and len(dense.shape) == 2:
+        queries = dense.shape[1]
+        keys, odd = divmod(parts[0].shape[0] - queries, 2)
+        if 0 < keys < queries and not odd:
+            return stacked(0, [[size] * len(parts) for size in (queries, keys, keys)], parts[0])
+    return by_name(name, parts)
 
 
 class Neox:

@@ -31,8 +31,8 @@ from ckptfix.reading.folders.chunks import gone
 from ckptfix.reading.folders.ranks import megatron, zero, zero_splits
 from ckptfix.reading.folders.ranks.files import LISTED, RankFiles, by_rank, note_copies, tagged
 from ckptfix.reading.folders.ranks.names import LATEST, PIPELINE_LAYER, ZERO_MODEL, ZERO_OPTIM
-from ckptfix.reading.folders.ranks.neox import Neox
-from ckptfix.reading.folders.ranks.partition import Joining, emptied, rules
+from ckptfix.reading.folders.ranks.neox import Neox, splits_of
+from ckptfix.reading.folders.ranks.partition import Joining, emptied
 from ckptfix.reading.folders.ranks.zero_masters import joined_masters
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -40,12 +40,6 @@ from ckptfix.reading.weights.document import Document
 NAME = "pipeline"
 
 _TIED = "tied_modules."
-
-# The axis along which a tensor is split, by its name.
-RULES = (
-    *rules("0 final_linear.weight word_embeddings.weight", "- attention.rotary_emb.inv_freq attention.masked_bias"),
-    *megatron.RULES,
-)
 
 
 def find(folder: Path) -> Path | None:
@@ -88,7 +82,7 @@ def document(files: RankFiles) -> Document:
     for layer in layers:
         states = _states(layer, [parts.get((layer, rank)) for rank in range(tensor)], roots, dtype, path)
         is_summed = is_summed or neox.is_summed(states)
-        for key, entry in neox.join(joining, states, megatron.splits_of(states[0], RULES), f"{layer}."):
+        for key, entry in neox.join(joining, states, splits_of(states[0]), f"{layer}."):
             weights[name := _name(layer, key, entry, names)] = entry
             lost[name] = joining.lacking.pop(key, entry.nbytes if is_torn(entry) else 0)
     for name in _unplaced(weights, names):
@@ -241,7 +235,7 @@ def _take_masters(
         models = range(stage * tensor, (stage + 1) * tensor)
         own = [roots[model] for model in models]
         try:
-            masters = joined_masters(files, models, own, joining, zero_splits.splits_of_ranks(own[0], RULES, weights))
+            masters = joined_masters(files, models, own, joining, zero_splits.splits_of_ranks(own[0], weights))
         except UnreadableError:
             if not (unread := _unread(files, models)):
                 raise

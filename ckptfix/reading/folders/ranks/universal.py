@@ -22,7 +22,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders.chunks import gone
-from ckptfix.reading.folders.ranks import megatron, zero
+from ckptfix.reading.folders.ranks import zero
 from ckptfix.reading.folders.ranks.files import RankFiles, tagged
 from ckptfix.reading.folders.ranks.names import LATEST_UNIVERSAL, ZERO_MODEL
 from ckptfix.reading.folders.ranks.partition import WHOLE, joined
@@ -228,7 +228,7 @@ def _lost_master(
     master = lost(name, whole or shape, path)
     if degree > 1 and whole is None:
         parts = [master] * degree
-        split = splits_of_ranks(root, megatron.RULES, root["module"])(name, parts)
+        split = splits_of_ranks(root, root["module"])(name, parts)
         master = joined(name, parts, split or WHOLE, path)
     files.lacking[name] += master.nbytes
     return master

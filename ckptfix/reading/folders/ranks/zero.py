@@ -182,7 +182,7 @@ def document(files: RankFiles) -> Document:
         root["module"] = restacked(root["module"], path)
         root["shared_params"] = _ties(root, found, models.are_spread, path)
     known = next((root for root, found in zip(roots, models.states, strict=True) if found), roots[0])
-    joining, split_of = Joining(path), splits_of_ranks(known, megatron.RULES, known["module"])
+    joining, split_of = Joining(path), splits_of_ranks(known, known["module"])
     neox, modules = Neox(files.folder), [root["module"] for root in roots]
     masters = _merged(files, models, roots, joining, split_of, experts, neox.is_summed(modules))
     frozen = _frozen(files, models, roots, masters.world, joining, split_of) if masters and masters.stage == 3 else {}

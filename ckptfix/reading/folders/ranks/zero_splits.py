@@ -12,8 +12,8 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.parts import Box, box_at
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.ranks import megatron
-from ckptfix.reading.folders.ranks.partition import WHOLE, Split, SplitOf, SplitRule, stacked
+from ckptfix.reading.folders.ranks import neox
+from ckptfix.reading.folders.ranks.partition import WHOLE, Split, SplitOf, stacked
 from ckptfix.reading.pickles.claims import sizes
 
 # Megatron before version 1 of its checkpoints, and SwissArmyTransformer (GLM-130B, CogVLM), have all queries of a rank
@@ -24,14 +24,14 @@ _MAP_VERSION = 1
 _QUANTIFIERS = 3  # most quantifiers of a pattern, so that it matches any name in bounded time
 
 
-def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, Any]) -> SplitOf:
-    """Return how tensor-parallel ranks split a model: by the rules for DeepSpeed's own converter, or by the table.
+def splits_of_ranks(root: Any, state: Mapping[str, Any]) -> SplitOf:
+    """Return how tensor-parallel ranks split a model: by the rules for DeepSpeed's own converter, or by names.
 
     With the converter's rules, parameters without a rule are split by rows. ``state`` is the state_dict of one rank."""
     info = root.get("universal_checkpoint_info")
     if not isinstance(info, dict):
         version = root.get("checkpoint_version")
-        by_name = megatron.splits_of(state, table)
+        by_name = neox.splits_of(state)
         in_thirds = not isinstance(version, (int, float)) or version < 1
         return _of_parameters(partial(_split_in_thirds, by_name, state) if in_thirds else by_name)
     literal: dict[str, _MakeSplit] = {}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import ckptfix
 from ckptfix.core.facts import Kind
@@ -271,99 +270,6 @@ def test_the_masters_of_tensor_parallel_stages(tmp_path: Path, given: str) -> No
     assert all(torch.equal(state[key]["exp_avg"], value) for key, value in moments.items())
 
 
-def save_neox(folder: Path, config: str | None, dtype: torch.dtype = torch.float16) -> list[dict[str, torch.Tensor]]:
-    """Save a layer of GPT-NeoX and the last norm on three ranks, whose biases and norms differ; return their states."""
-    states = []
-    for rank in range(3):
-        state = divided("attention")[0][0]
-        states.append({key: (value + rank).to(dtype) for key, value in state.items()})
-        states[-1]["attention.dense.bias"][0] = -0.0
-    save_layer(folder, 2, states)
-    save_layer(folder, 5, [{"norm.weight": state["input_layernorm.weight"] + 1} for state in states])
-    if config is not None:
-        (folder / "configs").mkdir(exist_ok=True)
-        (folder / "configs" / "run.yml").write_text(config)
-    return states
-
-
-RESIDUAL = '{\n  # "gpt_j_residual": false,\n  "gpt-j-residual": true,\n}'
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_the_biases_of_gpt_neox_are_sums_and_its_norms_means(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Bit for bit the result of its own converter."""
-    states = save_neox(tmp_path, RESIDUAL, dtype)
-    ckptfix.repair(tmp_path, output=tmp_path / "whole.safetensors")
-    got = load_file(tmp_path / "whole.safetensors")
-    wanted = sum(state["attention.dense.bias"] for state in states)
-    assert bytes_of(got["2.attention.dense.bias"]) == bytes_of(wanted)  # type: ignore[arg-type]  # of three tensors
-    for key, name, more in (("2.input_layernorm.weight",) * 2 + (0,), ("5.norm.weight", "2.input_layernorm.weight", 1)):
-        mean = sum(state[name[2:]] + more for state in states) / 3
-        assert bytes_of(got[key]) == bytes_of(mean)  # type: ignore[arg-type]  # as above
-    said = {found.keys: found.message for found in ckptfix.check(tmp_path).findings if found.code == "FIL105"}
-    assert "sum over 3 ranks" in said["2.attention.dense.bias",]
-    assert "mean over 3 ranks" in said["2.input_layernorm.weight", "5.norm.weight"]
-
-
-@pytest.mark.parametrize("config", ['"gpt-j-residual": false', '"hidden-size": 4'])
-def test_without_its_residual_biases_are_copies(tmp_path: Path, config: str) -> None:
-    """Whatever its converter does with them, the model adds the bias once."""
-    states = save_neox(tmp_path, config)
-    assert torch.equal(
-        ckptfix.open_checkpoint(tmp_path).read("2.attention.dense.bias"), states[0]["attention.dense.bias"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (None, "adds up attention\\.dense\\.bias of its 3 ranks if gpt_j_residual"),
-        (f"{RESIDUAL}\ngpt_j_residual: False", "differ in gpt"),
-    ],
-)
-def test_sums_of_gpt_neox_are_not_guessed(tmp_path: Path, config: str | None, said: str) -> None:
-    states = save_neox(tmp_path, config)
-    with pytest.raises(UnreadableError, match=said):
-        ckptfix.open_checkpoint(tmp_path)
-    for file in tmp_path.glob("layer_*-model_0[12]-*"):
-        file.unlink()
-    assert torch.equal(
-        ckptfix.open_checkpoint(tmp_path).read("2.attention.dense.bias"), states[0]["attention.dense.bias"]
-    )
-
-
-@pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize(("config", "is_sum"), [(None, None), (RESIDUAL, True), ("gpt_j_residual: false", False)])
-def test_a_model_of_gpt_neox_without_a_pipeline(
-    tmp_path: Path, config: str | None, is_sum: bool | None, masters: bool
-) -> None:
-    """It has all layers in one file per rank, with ZeRO; its norm differs between the ranks."""
-    layers = save_neox(tmp_path, config)
-    for file in tmp_path.glob("layer_*"):
-        file.unlink()
-    states = [{f"sequential.2.{key}": value for key, value in state.items()} for state in layers]
-    for rank, state in enumerate(states):
-        shapes = OrderedDict((key, value.shape) for key, value in state.items())
-        held = {"module": state, "buffer_names": [], "param_shapes": [shapes], "mp_world_size": 3}
-        torch.save(held, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
-        if masters:
-            flat = torch.cat([value.float().flatten() for value in state.values()])
-            root = {"single_partition_of_fp32_groups": [flat], "partition_count": [1], "zero_stage": 1}
-            torch.save({"optimizer_state_dict": root}, tmp_path / f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt")
-    if is_sum is None:
-        with pytest.raises(UnreadableError, match="adds up sequential"):
-            ckptfix.open_checkpoint(tmp_path)
-        return
-    got = ckptfix.open_checkpoint(tmp_path)
-    bias, norm = "sequential.2.attention.dense.bias", "sequential.2.input_layernorm.weight"
-    parts: list[Any] = [[state[key] for state in states] for key in (bias, norm)]
-    assert torch.equal(got.read(bias), sum(parts[0]) if is_sum else parts[0][0].to(got.read(bias).dtype))
-    is_mean = is_sum or not masters
-    assert torch.equal(got.read(norm), sum(parts[1]) / 3 if is_mean else parts[1][0].float())
-    kinds = {mark.kind for mark in got.remarks if mark.place == norm}
-    assert kinds == {Kind.RANKS_COMPUTED if is_mean else Kind.RANK_COPIES}
-
-
 @pytest.mark.parametrize("change", ["unlink", "empty"])
 def test_a_missing_rank_of_a_layer_is_named_with_its_bytes(tmp_path: Path, change: str) -> None:
     ranks, whole = divided("self_attention")
@@ -380,11 +286,3 @@ def test_a_missing_rank_of_a_layer_is_named_with_its_bytes(tmp_path: Path, chang
     got = checkpoint.state_dict()
     assert all(torch.equal(got[f"3.{key}"], value) for key, value in whole.items())
     assert all(torch.equal(got[f"4.{key}"], value) for key, value in whole.items() if key not in divisions)
-
-
-def test_sums_of_gpt_neox_are_lost_with_a_rank(tmp_path: Path) -> None:
-    save_neox(tmp_path, RESIDUAL)
-    (tmp_path / "layer_02-model_01-model_states.pt").unlink()
-    lost = ckptfix.open_checkpoint(tmp_path, salvage=True).lost
-    assert {"2.attention.dense.bias", "2.input_layernorm.weight", "2.attention.dense.weight"} <= lost.keys()
-    assert "5.norm.weight" not in lost
