@@ -49,6 +49,10 @@ FILES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt", NEMO)
 _CHUNK = re.compile(r"model(\d{1,3})?")
 _LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})(?=\.)")
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})(?=\.|$)")
+# All experts of a rank in one tensor.
+_GROUPED = re.compile(r".*\.experts\.linear_fc[12]\.(weight|bias)")
+# The arguments with which the gates of a module alternate with its other rows.
+_INTERLEAVED = {"experts": "moe_mlp_glu_interleave_size", "shared_experts": "moe_shared_expert_glu_interleave_size"}
 # In multi-head latent attention. Transformer Engine has a copy on each rank, Megatron's own layers split it.
 _DOWN = re.compile(r"((?:.*\.)?linear_\w+_)down_proj\.weight")
 _QKV = re.compile(r".*\.(?:query_key_value|linear_qkv)\.(?:weight|bias)")
@@ -301,8 +305,12 @@ class _Joined:
             key: int(match[1] or 0) for key in first if isinstance(key, str) and (match := _CHUNK.fullmatch(key))
         }
         chunks = sorted(numbers, key=numbers.__getitem__) or ["model"]
+        flat = {
+            (chunk, place): _ungrouped(_flat(root.get(chunk)), _arguments(first), self.path)
+            for chunk, (place, root) in product(chunks, sorted(roots.items()))
+        }
         held = {
-            (chunk, stage): [_flat(root.get(chunk)) for place, root in sorted(roots.items()) if place[1] == stage]
+            (chunk, stage): [state for (of, place), state in flat.items() if (of, place[1]) == (chunk, stage)]
             for chunk, stage in product(chunks, range(pipeline))
         }
         counts = {at: _layer_counts(states) for at, states in held.items()}
@@ -312,14 +320,14 @@ class _Joined:
         for (chunk, stage), own in held.items():
             begin = offsets[chunk, stage]
             for place in range(expert) if own else ():
-                line = [roots.get((rank, stage, place)) for rank in range(tensor)]
+                line = [flat.get((chunk, (rank, stage, place))) for rank in range(tensor)]
                 self.joining.names = [named((rank, stage, place)) for rank in range(tensor)]
-                known = next((_flat(root.get(chunk)) for root in line if root is not None), own[0])
+                known = next((state for state in line if state is not None), own[0])
                 missing = emptied(known, self.path) if None in line else {}
-                states = [missing if root is None else _flat(root.get(chunk)) for root in line]
+                states = [missing if state is None else state for state in line]
                 if version < 2:
                     states = [self._ordered_qkv(state, version, heads, tensor) for state in states]
-                for path, entry in self._joined(states):
+                for path, entry in self._joined(states, _arguments(first)):
                     lost = self.joining.lacking.pop(".".join(path), 0)
                     if begin is None and _layer_counts([[path]]):
                         continue  # its number is unknown
@@ -364,11 +372,13 @@ class _Joined:
                 "different saves"
             )
 
-    def _joined(self, states: Sequence[Mapping[tuple[str, ...], Any]]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    def _joined(
+        self, states: Sequence[Mapping[tuple[str, ...], Any]], args: Mapping[str, Any]
+    ) -> Iterator[tuple[tuple[str, ...], Any]]:
         named = [{".".join(path): entry for path, entry in state.items()} for state in states]
         paths = {".".join(path): path for state in states for path in state}
-
-        for name, entry in self.joining.join(named, splits_of(named[0])):
+        interleaved = [part for part, argument in _INTERLEAVED.items() if args.get(argument)]
+        for name, entry in self.joining.join(named, splits_of(named[0], interleaved=interleaved)):
             yield paths[name], entry
 
     def _ordered_qkv(
@@ -642,6 +652,38 @@ def _nested(entries: Mapping[tuple[str, ...], Any]) -> OrderedDict[str, Any]:
     return made
 
 
+def _ungrouped(
+    state: Mapping[tuple[str, ...], Any], args: Mapping[str, Any], folder: str
+) -> dict[tuple[str, ...], Any]:
+    """Return the state of a rank with a tensor for each expert in place of one for all of them
+    (``moe_single_grouped_weight``), under the names that Megatron also loads.
+
+    Raises ``UnreadableError`` if the number of experts is unknown."""
+    experts, ranks = args.get("num_experts"), args.get("expert_model_parallel_size")
+    local = 0
+    if isinstance(experts, int) and isinstance(ranks, int) and ranks > 0 and not experts % ranks:
+        local = experts // ranks
+    made: dict[tuple[str, ...], Any] = {}
+    for path, spec in state.items():
+        match = _GROUPED.fullmatch(name := ".".join(path)) if isinstance(spec, TensorSpec) else None
+        if match is None:
+            made[path] = spec
+            continue
+        is_apart = len(spec.shape) > (2 if match[1] == "weight" else 1)  # with a dimension for the experts
+        count = spec.shape[0] if is_apart else local
+        if not 0 < count <= MOST_RANKS or spec.shape[0] % count:
+            raise UnreadableError(
+                f"{folder}: {name} has all experts of a rank, and the arguments do not tell how many there are"
+            )
+        rows = spec.shape[0] // count
+        shape, strides = (spec.shape[1:], spec.strides[1:]) if is_apart else ((rows, *spec.shape[1:]), spec.strides)
+        for number in range(count):
+            view = replace(spec, shape=shape, strides=strides, offset=spec.offset + number * rows * spec.strides[0])
+            own = (*path[:-1], f"{path[-1]}{number}")
+            made[own] = view
+    return made
+
+
 def _renumbered(
     path: tuple[str, ...], begin: Mapping[str, int], layers: dict[str, int], first_expert: int
 ) -> tuple[str, ...]:
@@ -683,11 +725,14 @@ def _dtype(root: Mapping[Any, Any]) -> str | None:
 
 
 def _has_experts(root: Any) -> bool:
-    return any(_experts(_flat(value)) for key, value in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key))
+    chunks = [_flat(value) for key, value in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]
+    return any(".experts." in ".".join(path) for chunk in chunks for path in chunk)
 
 
-def splits_of(state: Mapping[str, Any], table: Sequence[SplitRule] = RULES) -> SplitOf:
-    """Return the function that tells how each tensor is split, from the state_dict of the first rank."""
+def splits_of(state: Mapping[str, Any], table: Sequence[SplitRule] = RULES, interleaved: Sequence[str] = ()) -> SplitOf:
+    """Return the function that tells how each tensor is split, from the state_dict of the first rank.
+
+    The gates in the modules with these names are not a half of the rows: they alternate with the others in blocks."""
 
     def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:
         if match := _DOWN.fullmatch(name):
@@ -698,6 +743,7 @@ def splits_of(state: Mapping[str, Any], table: Sequence[SplitRule] = RULES) -> S
             return mixed
         rule = find_rule(table, name)
         is_gated = rule is not None and rule.is_gated and _is_gated(name, state)
+        is_gated = is_gated and not any(f".{module}.linear_fc1." in name for module in interleaved)
         return None if rule is None else Split(rule.axis, 2 if is_gated else 1)
 
     return split_of

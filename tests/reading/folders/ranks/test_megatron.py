@@ -3,6 +3,7 @@
 import shutil
 from argparse import Namespace
 from collections import OrderedDict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,53 @@ def test_experts_have_the_numbers_of_the_whole(tmp_path: Path) -> None:
     assert len(got) == 5
     for number, value in enumerate(experts):
         assert torch.equal(got[f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"], value)
+
+
+EXPERTS = "decoder.layers.0.mlp.experts."
+
+
+def write_grouped(folder: Path, is_flat: bool, sizes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Write the experts of four ranks, one tensor in each; return the truth, with a tensor for each expert."""
+    whole = {}
+    for number in range(4):
+        whole[f"linear_fc1.weight{number}"] = torch.randn(2 * FFN, HIDDEN)
+        whole[f"linear_fc1.bias{number}"] = torch.randn(2 * FFN)
+        whole[f"linear_fc2.weight{number}"] = torch.randn(HIDDEN, FFN)
+    for rank, place in product(range(2), range(2)):
+        state = {}
+        for name in ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight"):
+            own = [whole[f"{name}{number}"] for number in (2 * place, 2 * place + 1)]
+            if "fc2" in name:
+                parts = [value.chunk(2, 1)[rank] for value in own]
+            elif "moe_mlp_glu_interleave_size" in sizes:
+                parts = [value.chunk(2)[rank] for value in own]
+            else:
+                parts = [torch.cat([half.chunk(2)[rank] for half in value.chunk(2)]) for value in own]
+            state[EXPERTS + name] = torch.cat(parts) if is_flat else torch.stack(parts)
+        home = folder / f"mp_rank_{rank:02d}_{place:03d}"
+        write_rank(home, state, tensor=2, expert=2)
+        root = torch.load(home / "model_optim_rng.pt", weights_only=False)
+        torch.save({**root, "args": {**vars(root["args"]), **sizes}}, home / "model_optim_rng.pt")
+    return {EXPERTS + name: value for name, value in whole.items()}
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("more", [{}, {"moe_mlp_glu_interleave_size": 2}], ids=["halves", "blocks"])
+def test_the_experts_of_a_rank_in_one_tensor_are_taken_apart(
+    tmp_path: Path, is_flat: bool, more: dict[str, int]
+) -> None:
+    """As ``TEGroupedLinear`` takes them apart; gates that alternate with other rows are joined as they are."""
+    whole = write_grouped(tmp_path, is_flat, {"num_experts": 4, **more})
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert got.keys() == whole.keys()
+    assert all(bytes_of(got[key]) == bytes_of(value) for key, value in whole.items())
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_experts": 7}, {"num_experts": 0}], ids=str)
+def test_a_tensor_of_an_unknown_number_of_experts_is_refused(tmp_path: Path, sizes: dict[str, int]) -> None:
+    write_grouped(tmp_path, True, sizes)
+    with pytest.raises(UnreadableError, match="has all experts of a rank, and the arguments do not tell how many"):
+        ckptfix.open_checkpoint(tmp_path)
 
 
 def test_experts_split_differently_are_not_called_incomplete(tmp_path: Path) -> None:
