@@ -80,7 +80,7 @@ class Destination(Struct, frozen=True):
         source = Path(checkpoint.path) if checkpoint.format != IN_MEMORY else None
         if output is not None:
             if os.fspath(output).endswith(os.sep):
-                raise UsageError(f"{output}: is the name of a folder; name the file to write")
+                raise UsageError(f"{output}: is the name of a folder; name the file to write in it")
             if os.fspath(output) == "-":
                 raise UsageError("the output cannot go to stdout, because it is read back and compared; name a file")
             if source is None and checkpoint.container:
@@ -88,7 +88,7 @@ class Destination(Struct, frozen=True):
                     "a container in memory may hold objects that cannot be written; save it with torch.save and "
                     f"repair that file, or give its entry {path_name(checkpoint.container)!r}"
                 )
-            return cls._named(Path(output), source, checkpoint, settings.format)
+            return cls._named(Path(output), source, checkpoint, settings)
         if not (beside or in_place):
             return None
         if source is None:
@@ -128,11 +128,13 @@ class Destination(Struct, frozen=True):
         return cls(sibling(source, stem, f".fixed{suffix}"), form, like)
 
     @classmethod
-    def _named(cls, goal: Path, source: Path | None, checkpoint: Checkpoint, asked: str | None) -> Destination:
+    def _named(cls, goal: Path, source: Path | None, checkpoint: Checkpoint, settings: Settings) -> Destination:
         refuse_name(goal)
-        form = output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower()))
+        form = output_format(checkpoint, settings.format or SUFFIXES.get(goal.suffix.lower()))
         if goal.is_dir() and form != UNIVERSAL:
-            raise UsageError(f"{goal}: is a folder; name the file to write")
+            raise UsageError(f"{goal}: is a folder; name the file to write in it")
+        if settings.shard_bytes is not None and goal.suffix.lower() not in SUFFIXES:
+            goal = goal.with_name(f"{goal.name}.{form}")  # other programs recognise shards by their suffix
         if goal.exists() and not goal.is_file():
             refuse_output(goal)
         if source is not None and goal.exists() and goal.samefile(source):

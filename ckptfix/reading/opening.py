@@ -24,7 +24,7 @@ from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import CkptfixError, Opt, UnreadableError, UsageError
 from ckptfix.reading import sniffing
-from ckptfix.reading.folders.rank_shards import COMMON, may_be_rank
+from ckptfix.reading.folders.rank_shards import BESIDE_CHUNKS, may_be_rank
 from ckptfix.reading.formats import open_content, read_document
 from ckptfix.reading.weights.containers import LazyTensors, open_document
 from ckptfix.reading.weights.document import Document
@@ -160,7 +160,7 @@ def open_file(
     ``member`` picks one of several files in an archive. ``salvage`` keeps the intact tensors of a damaged file, and
     ``Checkpoint.lost`` has the others. Raises ``UnreadableError`` with the cause if the file cannot be opened, and
     ``HostileError`` if it is built to do harm."""
-    is_part = path.endswith((".distcp", ".metadata")) or Path(path).name in COMMON
+    is_part = path.endswith((".distcp", ".metadata")) or Path(path).name in BESIDE_CHUNKS
     if is_part and Path(path).with_name(".metadata").is_file():
         path = str(Path(path).parent)  # of torch.distributed.checkpoint, which is a folder
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for names that are too long and folders without access

@@ -31,7 +31,7 @@ from ckptfix.bytes.transfers import PlaceError
 from ckptfix.errors import HostileError, UnreadableError, WeightlessError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
-from ckptfix.reading.folders.rank_shards import COMMON, OF_VERL, OPTIMIZERS, may_be_rank
+from ckptfix.reading.folders.rank_shards import BESIDE_CHUNKS, OF_VERL, OPTIMIZERS, may_be_rank
 from ckptfix.reading.folders.ranks.names import (
     NANOTRON_METADATA,
     NANOTRON_MODEL,
@@ -155,7 +155,7 @@ def _tar(content: Content, depth: int) -> Looks:
 ROOT = "."  # the name of a folder that is the whole zoo
 _CHUNK = re.compile(r".*\.distcp", re.DOTALL)
 _METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")
-_COMMON = re.compile("|".join(map(re.escape, (*COMMON, "metadata.json"))))  # what is saved beside the chunks
+_COMMON = re.compile("|".join(map(re.escape, BESIDE_CHUNKS)))  # what is saved beside the chunks
 _MODELS = re.compile("|".join(map(re.escape, MODELS)))
 _RANK = re.compile(r"shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors")
 

@@ -86,6 +86,14 @@ def test_shards_are_written_in_other_sizes(tmp_path: Path) -> None:
     assert_same(ckptfix.open_checkpoint(second).state_dict(), state())
 
 
+@pytest.mark.parametrize("name", ["model", "v1.5"])
+def test_shards_have_a_suffix(tmp_path: Path, name: str) -> None:
+    tensors = {"a": torch.ones(4), "b": torch.ones(4)}
+    written = ckptfix.repair(tensors, output=tmp_path / name, shard_size="16B", format="safetensors").report.output
+    assert written == str(tmp_path / f"{name}.safetensors.index.json")
+    assert (tmp_path / f"{name}-00001-of-00002.safetensors").is_file()
+
+
 def test_the_rest_of_the_container_is_reported_as_left_out(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "state_dict": dict(state())}, tmp_path / "model.pth")
     report = ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "flat.pth", shard_size="90B").report

@@ -19,7 +19,15 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
-from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, LIGHTNING_RELEASE, OF_VERL, OPTIMIZERS, TORCH_DIST
+from ckptfix.reading.folders.rank_shards import (
+    COMMON,
+    LIGHTNING,
+    LIGHTNING_RELEASE,
+    MEGATRON_METADATA,
+    OF_VERL,
+    OPTIMIZERS,
+    TORCH_DIST,
+)
 from ckptfix.reading.folders.ranks import (
     beside,
     fairscale,
@@ -393,7 +401,7 @@ def _of_lightning(root: dict[Any, Any]) -> dict[Any, Any]:
 
 def _is_torch_dist(folder: Path) -> bool:
     """Return whether ``metadata.json`` says that Megatron wrote the folder, which then has common data."""
-    return '"torch_dist"' in small_text(folder / "metadata.json")
+    return '"torch_dist"' in small_text(folder / MEGATRON_METADATA)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

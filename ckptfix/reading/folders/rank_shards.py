@@ -50,6 +50,9 @@ _PARTS = 100  # objects in the description of a tensor's layout, which has a doz
 TORCH_DIST = "common.pt"
 LIGHTNING = "meta.pt"
 COMMON = (LIGHTNING, TORCH_DIST)
+# What says that Megatron saved the chunks, and all files beside them.
+MEGATRON_METADATA = "metadata.json"
+BESIDE_CHUNKS = (*COMMON, MEGATRON_METADATA)
 
 # The key by which Lightning knows its checkpoints.
 LIGHTNING_RELEASE = "pytorch-lightning_version"

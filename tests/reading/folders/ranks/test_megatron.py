@@ -174,6 +174,12 @@ def test_layers_that_torch_dist_stacks_are_one_by_one(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(folder)
 
 
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt", ".metadata", "__0_0.distcp"])
+def test_any_file_of_torch_dist_stands_for_the_folder(tmp_path: Path, name: str) -> None:
+    folder, truth = unpacked("megatron_dist_tp2pp2", tmp_path)
+    assert ckptfix.open_checkpoint(folder / name).specs.keys() == truth.keys()
+
+
 @pytest.mark.parametrize("lost", ["missing", "empty", "no dict"])
 def test_layers_are_one_by_one_without_the_common_data(tmp_path: Path, lost: str) -> None:
     folder, truth = unpacked("megatron_dist_tp2pp2", tmp_path)
