@@ -264,7 +264,7 @@ class _RankMerge:
     def _alike(self, alike: AlikeRanks, file: Path) -> AlikeRank | None:
         """Return a rank whose file equals another's except for its place; None otherwise."""
         try:
-            return None if self.files.salvage else alike.find(self.files.content(file))
+            return alike.find(self.files.content(file))
         except UnreadableError:
             return None  # reading it on its own reports the error
 

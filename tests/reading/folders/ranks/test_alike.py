@@ -286,6 +286,20 @@ def test_a_damaged_part_is_found_by_its_checksum(tmp_path: Path) -> None:
     assert not (tmp_path / "whole.pth").exists()
 
 
+def test_salvage_compares_ranks_as_well(tmp_path: Path, alike: list[bool]) -> None:
+    """If each is read by itself, 64 ranks with 10,000 tensors take 123 s instead of 5 s."""
+    _save(tmp_path)
+    (tmp_path / "model_world_size_3_rank_2.pt").rename(tmp_path / "model_world_size_3_rank_2.pt.part")
+    checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert (checkpoint.keys(), len(checkpoint.lost)) == (["mean"], 24)
+    (tmp_path / "model_world_size_3_rank_2.pt.part").rename(tmp_path / "model_world_size_3_rank_2.pt")
+    ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "whole.pth")
+    whole = torch.load(tmp_path / "whole.pth")
+    numbers = torch.arange(24.0 * WORLD * 4).view(24, WORLD * 2, 2)
+    assert all(torch.equal(whole[f"blocks.{index}.weight"], each) for index, each in enumerate(numbers))
+    assert set(alike) == {True}
+
+
 def test_a_damaged_header_does_not_move_the_data_behind_it(tmp_path: Path) -> None:
     _save(tmp_path)
     file = tmp_path / "model_world_size_3_rank_1.pt"
