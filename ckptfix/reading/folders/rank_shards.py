@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.bytes.files import small_text
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque, mappings_in
-from ckptfix.core.spec import TensorSpec
+from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.reading.pickles.claims import sizes
 
 # Keys under which a ZeRO optimizer stores its slices of parameters: stages 1 and 2, stage 3.
 SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
@@ -180,6 +182,8 @@ def local_part(cls: Any, size: Any, state: Any, specs: dict[Any, Opaque]) -> Any
     """Return the inert value of a pickled tensor subclass without a storage of its own: its local tensor if that is the
     whole (one process, or replicated), else an ``Opaque`` object; ``NotImplemented`` if it has no local tensor.
 
+    The weights of all experts that Transformer Engine keeps in one flat tensor are the whole too, unless quantised.
+
     ``specs`` has the descriptions of the layouts of earlier tensors, and equal ones become one object: each takes
     1.5 kB, and a rank may have ten thousand."""
     if not isinstance(cls, Global):
@@ -189,6 +193,11 @@ def local_part(cls: Any, size: Any, state: Any, specs: dict[Any, Opaque]) -> Any
         # The state of a ShardedTensor begins with the shards of this rank, each with its tensor.
         shards = [shard.attributes.get("tensor") for shard in state[0] if isinstance(shard, Opaque)]
         return shards[0] if len(shards) == 1 and getattr(shards[0], "shape", None) == size else made
+    if cls.name == "GroupedTensor" and cls.module.startswith("transformer_engine."):
+        flat = made.attributes.get("rowwise_data") if made.attributes.get("quantizer") is None else None
+        if not isinstance(flat, TensorSpec) or not flat.is_contiguous or math.prod(sizes(size)) != flat.numel:
+            return NotImplemented
+        return replace(flat, shape=sizes(size), strides=contiguous_strides(sizes(size)))
     local, spec = made.attributes.get("_local_tensor"), made.attributes.get("_spec")
     if not isinstance(local, TensorSpec):
         return NotImplemented

@@ -237,3 +237,16 @@ def test_the_only_shard_of_a_sharded_tensor_is_the_tensor() -> None:
 def test_a_sharded_tensor_of_several_ranks_stays_closed(shapes: tuple[tuple[int, ...], ...]) -> None:
     made = local_part(sharded().cls, (2, 3), sharded_state(*shapes), {})
     assert rank_shard({"_flat_param": made}, {}) is not None
+
+
+@pytest.mark.parametrize(
+    ("size", "quantizer", "is_whole"),
+    [((2, 3, 4), None, True), ((2, 3, 5), None, False), ((2, 3, 4), "MXFP8Quantizer", False)],
+)
+def test_unquantised_experts_in_one_tensor_are_plain(
+    size: tuple[int, ...], quantizer: str | None, is_whole: bool
+) -> None:
+    """The ``GroupedTensor`` of Transformer Engine, with Megatron's ``moe_single_grouped_weight``."""
+    state = {"rowwise_data": TensorSpec("float32", (24,), (1,)), "quantizer": quantizer, "num_tensors": 2}
+    made = local_part(Global("transformer_engine.pytorch.tensor.grouped_tensor", "GroupedTensor"), size, state, {})
+    assert made == TensorSpec("float32", (2, 3, 4), (12, 4, 1)) if is_whole else made is NotImplemented

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
+from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.parts import Box, full, lies_in, numel
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
@@ -180,13 +181,15 @@ class Joining(Struct):
     def join(self, states: Sequence[Mapping[str, object]], split_of: SplitOf) -> Iterator[tuple[str, Any]]:
         """Yield the entries of the whole in the order of the first rank. Tensors that are tied on all ranks stay tied.
 
-        Raises ``UnreadableError`` if a rank lacks a key, or if copies of a key without a rule differ."""
+        Raises ``UnreadableError`` if a rank lacks a key, or if copies of a key differ that has no rule, or that is
+        an object with tensors."""
         keys = dict.fromkeys(key for state in states for key in state)
         made: dict[tuple[object, ...], TensorSpec] = {}
         for key in keys:
             entries = [state.get(key) for state in states]
             parts = [entry for entry in entries if isinstance(entry, TensorSpec)]
             if not parts:
+                self._check_alike(key, entries)
                 yield key, next((entry for entry in entries if entry is not None), None)
                 continue
             if len(parts) < len(states):
@@ -227,3 +230,13 @@ class Joining(Struct):
                     )
                 self.differing[key] = None
             yield key, made[views]
+
+    def _check_alike(self, key: str, entries: Sequence[object]) -> None:
+        held = [[*tensors_in(entry)] for entry in entries if isinstance(entry, Opaque)]
+        if not any(held) or key.endswith("_extra_state"):
+            return
+        if len({*map(len, held)}) > 1 or not all(agree(copies, self.path) for copies in zip(*held, strict=True)):
+            raise UnreadableError(
+                f"{self.path}: its ranks hold {key} as objects that only their class can merge; merge them with the"
+                " framework's tool"
+            )

@@ -393,6 +393,23 @@ def test_experts_in_one_tensor_are_not_copies(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(tmp_path)
 
 
+class Quantised:
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_weights_that_only_their_class_merges_are_not_those_of_the_first(tmp_path: Path, is_same: bool) -> None:
+    for rank in range(2):
+        weight: Any = Quantised(torch.full((4,), 1.0 if is_same else rank))
+        write_rank(tmp_path / f"mp_rank_{rank:02d}", {"a": torch.ones(2), "b": weight}, tensor=2)
+    if is_same:
+        assert ckptfix.open_checkpoint(tmp_path).keys() == ["a"]
+    else:
+        with pytest.raises(UnreadableError, match="hold b as objects that only their class can merge"):
+            ckptfix.open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("is_divided", [False, True], ids=["copied", "divided"])
 def test_latent_attention_is_copied_or_divided(tmp_path: Path, is_divided: bool) -> None:
     """Transformer Engine has the down projections whole in each rank, Megatron's own layers divide their rows."""
