@@ -42,6 +42,8 @@ _LARGE = 1e15  # numbers that are longer than those of steps and ranks
 # Bytes of a storage that are examined, and the largest number of distinct ones in a constant tensor.
 _LOOKED_AT, _FEW = 4096, 8
 
+_PICKLE = "data.pkl"  # the member that describes the tensors of a file
+
 _NUMBER = re.compile(r"\d+")
 
 # Names of settings that differ between ranks, the number of settings that are compared, and the suffix of tensors that
@@ -227,6 +229,10 @@ class RankFiles:
             if not (self._has_readable or self.salvage) and len(self.damage) == _MOST_UNREADABLE:
                 raise damaged(self.folder, f"{clauses(self.damage)}; no rank can be read") from error
             return None
+        if (fault := next(filter(_is_of_pickle, document.damage), None)) is not None:
+            # A tensor may have another name, shape or place in it, and the ranks are joined by these.
+            self.damage.append(Fact.of(Kind.RANK_UNREADABLE, self.name(file), error=f"{file}: {clause(fault)}"))
+            return None
         self._has_readable = True
         self.names |= document.names
         self.damage += [Fact.of(Kind.SHARD_DAMAGED, self.name(file), cause=fact) for fact in document.damage]
@@ -404,6 +410,12 @@ def _saved_as(content: Content) -> str:
     """Return the name under which ``torch.save`` wrote a zip, which is the folder in it; empty if unknown."""
     header = read_header(content, 0)
     return header.name.partition(b"/")[0].decode("utf-8", "replace") if header and header.is_signed else ""
+
+
+def _is_of_pickle(fault: Fact) -> bool:
+    """Return whether damage is in the pickle that describes the tensors of a file."""
+    is_member = fault.kind is Kind.MEMBER_CHECKSUM and fault.place == _PICKLE
+    return is_member or fault.kind in (Kind.PICKLE_CUT, Kind.PICKLE_DAMAGED)
 
 
 def _is_of_another(file: Path, saved: str) -> bool:

@@ -32,3 +32,10 @@ def tensors_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     ):
         yield from tensors_of(child, (*path, key))
+
+
+def flip(file: Path, word: bytes, at: int = 1) -> None:
+    """Flip a bit of the first occurrence of ``word`` in a file, at one of its bytes."""
+    data = bytearray(file.read_bytes())
+    data[data.index(word) + at] ^= 1
+    file.write_bytes(data)

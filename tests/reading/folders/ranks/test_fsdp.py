@@ -22,7 +22,7 @@ from ckptfix.reading.formats import read_document
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
 from tests.cli.programs import run_here
-from tests.reading.folders.ranks.genuine import swap, tensors_of, unpacked
+from tests.reading.folders.ranks.genuine import flip, swap, tensors_of, unpacked
 
 OLD = ("fsdp1_sharded_w2_torch24", "fsdp2_w2_torch24")
 NEW = ("fsdp1_sharded_w2_torch215", "fsdp2_w2_torch215", "fsdp2_order_w2_torch215")
@@ -617,3 +617,17 @@ def test_files_that_macos_writes_beside_ranks_are_no_ranks(tmp_path: Path) -> No
     for file in list(folder.iterdir()):
         file.with_name(f"._{file.name}").write_bytes(b"\x00\x05\x16\x07")
     assert ckptfix.open_checkpoint(folder).state_dict().keys() == truth["model"].keys()
+
+
+@pytest.mark.parametrize("word", [b"torch._utils", b"_rebuild_tensor_v2", b"emb.weight"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_with_a_damaged_pickle_counts_as_missing(tmp_path: Path, rank: int, word: bytes) -> None:
+    """A flipped letter may make another function, name or shape of it; the other replicas have all weights."""
+    folder, truth = saved(tmp_path, "hsdp_w4")
+    flip(rank_file(folder, rank), word, at=len(word) - 1)
+    name = rf"rank_{rank}\.pt: has a data\.pkl that fails its checksum.* take all 16 tensors with salvage=True"
+    with pytest.raises(UnreadableError, match=name):
+        ckptfix.open_checkpoint(folder)
+    got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
+    assert list(got) == list(truth["model"])
+    assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth["model"].items())
