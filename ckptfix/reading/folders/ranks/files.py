@@ -358,6 +358,18 @@ class RankFiles:
                 odd.setdefault(name, []).append(path)
         self.remarks.update({Fact.of(Kind.RANK_FOREIGN, name, names=tuple(paths)): None for name, paths in odd.items()})
 
+    def note_odd_copies(self, held: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> None:
+        """Remark a minority of files in which copies differ from those in most files, by their checksums."""
+        odd: dict[str, list[str]] = {}
+        for key in keys:
+            sums = {
+                name: sums_of([spec]) for name, state in held.items() if isinstance(spec := state.get(key), TensorSpec)
+            }
+            for name in unlike_most(sums) if all(sums.values()) else ():
+                odd.setdefault(name, []).append(key)
+        if 2 * len(odd) < len(held):
+            self.remarks.update({Fact.of(Kind.RANK_FOREIGN, name, names=tuple(own)): None for name, own in odd.items()})
+
     def note_order(
         self, numbers_of: Mapping[str, tuple[int, ...]], words: Mapping[str, object], kept: Container[str] = ()
     ) -> None:

@@ -11,6 +11,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders.chunks import agree
-from ckptfix.reading.folders.ranks.files import RankFiles, are_varied, by_rank, note_copies
+from ckptfix.reading.folders.ranks.files import RankFiles, are_varied, by_rank, note_copies, unlike_most
 from ckptfix.reading.folders.ranks.names import LLAMA_PARAMS, LLAMA_SHARD
 from ckptfix.reading.folders.ranks.partition import Joining, Split, emptied, find_rule, rules, stacked
 from ckptfix.reading.weights.document import Document
@@ -64,12 +65,15 @@ def document(files: RankFiles) -> Document | None:
     ranks = {rank: file for (rank,), file in by_rank(folder, LLAMA_SHARD).items()}
     states = {rank: root for rank, file in ranks.items() if (root := files.root(file)) is not None}
     params = _params(folder)
-    degree = max((_ranks_of(state, params) for state in states.values()), default=1)
-    world = max(max(ranks) + 1, degree)
+    degrees = Counter(_ranks_of(state, params) for state in states.values())
+    degree = max(degrees, key=lambda degree: (degrees[degree], degree), default=1)
+    # The queries tell the number of ranks; without params.json, that is a guess, which more files refute.
+    is_known = degree > 1 and (len(ranks) <= degree or "n_heads" in params)
+    world = degree if is_known else max(max(ranks) + 1, degree)
     if world == 1 and not params:
         return files.opened(ranks[0])
     files.note_missing(world, ranks, _NAME)
-    files.check_absent(world - len(ranks))
+    files.check_absent(world - sum(rank < world for rank in ranks))
     if not states:
         raise damaged(folder, f"{clauses(files.damage)}; no rank can be read")
     if not all(isinstance(state, dict) for state in states.values()):
@@ -83,6 +87,10 @@ def document(files: RankFiles) -> Document | None:
         else:
             _check_layers(folder, weights, params)
         return files.document(NAME, weights, f"Mistral, {counted(len(states), 'file')}")
+    shapes = {rank: _shapes(state) for rank, state in states.items() if rank < world}
+    if 2 * len(unlike_most(shapes)) < len(shapes):
+        for rank in files.of_another_save(shapes, {rank: file.name for rank, file in ranks.items()}, "shapes"):
+            del states[rank]
     norm = next((norm for state in states.values() if isinstance(norm := state.get("norm.weight"), TensorSpec)), None)
     if norm is not None and len(norm.shape) == 1:
         params = {**params, "dim": norm.shape[0]}  # every rank has all of it, whatever params.json says
@@ -102,12 +110,21 @@ def document(files: RankFiles) -> Document | None:
     files.lacking.update(joining.lacking)
     files.held_by.update(joining.held_by)
     note_copies(files.remarks, joining.differing, may_drift=False)  # norms are equal in all of Meta's files
+    files.note_odd_copies(
+        {ranks[rank].name: state for rank, state in states.items() if rank in ranks}, joining.differing
+    )
     return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
 
 
 def folder_of(file: Path) -> Path | None:
     """Return the folder of a file that is named like a shard; None otherwise."""
     return file.parent if LLAMA_SHARD.fullmatch(file.name) and file.is_file() else None
+
+
+def _shapes(state: Mapping[Any, Any]) -> str:
+    """Return a fingerprint of the names, dtypes and shapes of tensors, which are the same on all ranks."""
+    specs = {str(key): (spec.dtype, spec.shape) for key, spec in state.items() if isinstance(spec, TensorSpec)}
+    return blake2b(repr(sorted(specs.items())).encode(), digest_size=16).hexdigest()
 
 
 def _check_layers(folder: Path, keys: Iterable[str], params: Mapping[str, Any]) -> None:

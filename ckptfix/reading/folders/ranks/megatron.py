@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
-from operator import mul
+from operator import ge, mul
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,13 @@ class _Joined:
             }
         )
         grid = self._grid(found, sizes)
+        outside = [n for n in found if any(map(ge, _place(n, sizes), grid))]
+        if outside and 0 < len(found) - len(outside) < math.prod(grid):
+            beyond = tuple(names[numbers] for numbers in outside)
+            self.files.damage.append(Fact.of(Kind.RANKS_STRANGE, ranks=math.prod(grid), names=beyond))
+            for numbers in outside:
+                del found[numbers]
+                roots.pop(numbers, None)
         odd = {names[numbers] for numbers in _misplaced({_place(n, sizes): n for n in roots}, roots, grid)}
         self.files.note_repeated({names[numbers]: root for numbers, root in roots.items()}, odd)
         if len(read) == math.prod(grid) == 1:

@@ -1,6 +1,7 @@
 """Llama's consolidated shards: a random model, divided like fairscale's layers."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,49 @@ def test_shards_of_two_models_do_not_go_together(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "consolidated.01.pth")
     with pytest.raises(UnreadableError, match=r"the parts of layers\.0\.\S+ do not fit along dimension 0"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param("missing", "lacks 1 rank of 4: consolidated.03.pth", id="instead-of-another"),
+        pytest.param("", "has files of ranks beyond the 4 that saved it: consolidated.04.pth", id="beside-all"),
+    ],
+)
+def test_a_shard_with_a_number_beyond_those_of_the_queries_is_named(tmp_path: Path, change: str, said: str) -> None:
+    whole = write_llama(tmp_path, 4)
+    last = tmp_path / "consolidated.03.pth"
+    (last.rename if change else lambda path: shutil.copy(last, path))(tmp_path / "consolidated.04.pth")
+    with pytest.raises(UnreadableError) as caught:
+        ckptfix.open_checkpoint(tmp_path)
+    assert said in str(caught.value)
+    assert "has files of ranks beyond the 4 that saved it: consolidated.04.pth" in str(caught.value)
+    got = ckptfix.open_checkpoint(tmp_path, salvage=True).state_dict()
+    assert got.keys() == {key for key in whole if not change or key.endswith(COPIES)}
+    assert all(torch.equal(got[key], whole[key]) for key in got)
+
+
+@pytest.mark.parametrize("other", [2 * DIM, DIM])
+def test_a_shard_of_another_run_is_named(tmp_path: Path, other: int) -> None:
+    whole = write_llama(tmp_path, 4)
+    state = {key: value + 1 for key, value in torch.load(tmp_path / "consolidated.02.pth").items()}
+    if other != DIM:
+        state = {key: value.repeat(2, *[1] * (value.dim() - 1)) for key, value in state.items()}
+    torch.save(state, tmp_path / "consolidated.02.pth")
+    if other == DIM:
+        checkpoint = ckptfix.open_checkpoint(tmp_path)
+        (mark,) = checkpoint.remarked(Kind.RANK_FOREIGN)
+        assert (mark.place, set(mark.data["names"])) == (
+            "consolidated.02.pth",
+            {key for key in whole if key.endswith(COPIES)},
+        )
+        return
+    with pytest.raises(
+        UnreadableError, match=r"different saves: consolidated\.02\.pth, unlike the other 3, by the shapes"
+    ):
+        ckptfix.open_checkpoint(tmp_path)
+    got = ckptfix.open_checkpoint(tmp_path, salvage=True).state_dict()
+    assert got.keys() == {key for key in whole if key.endswith(COPIES)}
 
 
 @pytest.mark.parametrize("held", [{}, {"model": {"a": 1}}], ids=["empty", "nested"])

@@ -485,6 +485,20 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(tmp_path)
 
 
+def test_a_rank_with_a_number_beyond_those_of_the_arguments_is_named(tmp_path: Path) -> None:
+    whole = write_megatron(tmp_path, 2, 2)
+    home = tmp_path / "iter_0000007"
+    (home / "mp_rank_01_001").rename(home / "mp_rank_02_001")
+    with pytest.raises(
+        UnreadableError, match="beyond the 4 that saved it: mp_rank_02_001; lacks 1 rank of 4: mp_rank_01_001"
+    ):
+        ckptfix.open_checkpoint(tmp_path)
+    got = ckptfix.open_checkpoint(tmp_path, salvage=True).state_dict()
+    assert {"decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.2.input_layernorm.weight"} <= got.keys()
+    assert "output_layer.weight" not in got
+    assert all(bytes_of(value) == bytes_of(whole[key]) for key, value in got.items())
+
+
 def test_a_rank_of_another_iteration_is_named(tmp_path: Path) -> None:
     write_megatron(tmp_path, 4)
     file = tmp_path / "iter_0000007" / "mp_rank_02" / "model_optim_rng.pt"
