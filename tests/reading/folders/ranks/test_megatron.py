@@ -425,6 +425,15 @@ def test_latent_attention_is_copied_or_divided(tmp_path: Path, is_divided: bool)
     assert torch.equal(got.read(f"{prefix}_kv_up_proj.weight"), up)
 
 
+@pytest.mark.parametrize("name", ["mtp.layers.0.eh_proj.weight", "decoder.layers.0.core_attention.softmax_offset"])
+def test_what_few_models_have_is_divided_by_rows(tmp_path: Path, name: str) -> None:
+    whole = torch.zeros(HEADS, 2 * HIDDEN) if "eh" in name else torch.zeros(HEADS)  # the same on both ranks
+    for rank in range(2):
+        write_rank(tmp_path / f"mp_rank_{rank:02d}", {name: whole.chunk(2)[rank].clone()}, tensor=2)
+    got = ckptfix.open_checkpoint(tmp_path).read(name)
+    assert (got.shape, bytes_of(got)) == (whole.shape, bytes_of(whole))
+
+
 def test_a_down_projection_that_may_be_divided_is_not_guessed(tmp_path: Path) -> None:
     """It has more rows than the up projection has columns, so it may be whole, with rows of the rotary part."""
     prefix = "decoder.layers.0.self_attention.linear"
