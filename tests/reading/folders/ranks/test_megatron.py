@@ -1,5 +1,6 @@
 """Megatron's ranks: genuine ones from megatron-core, and small ones of every kind of parallelism."""
 
+import re
 import shutil
 from argparse import Namespace
 from collections import OrderedDict
@@ -32,6 +33,30 @@ def test_genuine_ranks_are_what_megatron_loads_on_one(tmp_path: Path) -> None:
     wanted = {key: value for key, value in truth.items() if isinstance(value, torch.Tensor)}
     assert checkpoint.specs.keys() == wanted.keys()
     for key, value in wanted.items():
+        assert (got[key].shape, bytes_of(got[key])) == (value.shape, bytes_of(value)), key
+
+
+@pytest.mark.parametrize("form", ["sequential", "grouped", "dist"])
+def test_genuine_ranks_with_experts_are_what_megatron_loads_on_one(tmp_path: Path, form: str) -> None:
+    folder, truth = unpacked("megatron_grouped_tp2ep2", tmp_path)
+    checkpoint = ckptfix.open_checkpoint(folder / form)
+    got = {key: checkpoint.read(key) for key in checkpoint.specs}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for key in [key for key in truth if form != "sequential" and ".local_experts." in key]:
+        prefix, number, rest = re.split(r"local_experts\.(\d+)\.", key)
+        value = truth.pop(key)
+        if form == "grouped":
+            truth[f"{prefix}{rest}{number}"] = value
+        else:  # names on disk
+            stacks.setdefault(f"{prefix}experts.{rest}", []).append(value)
+    truth |= {key: torch.stack(values) for key, values in stacks.items()}
+    if form == "dist":
+        names = {".input_layernorm.": ".self_attention.linear_qkv.layer_norm_"}
+        names |= {".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_"}
+        for old, new in names.items():
+            truth = {key if key in got else key.replace(old, new): value for key, value in truth.items()}
+    assert got.keys() == truth.keys()
+    for key, value in truth.items():
         assert (got[key].shape, bytes_of(got[key])) == (value.shape, bytes_of(value)), key
 
 
