@@ -523,7 +523,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AssertionError: Checkpoint /x/model.pth not found!",
         "ValueError: Error: the file /x/model.zip could not be found",
         "RuntimeError: No checkpoint found in work_dirs/x",
-        "AssertionError: could not find any zero files",
         "FileNotFoundError: Checkpoint file not found: last.ckpt",
         "ValueError: out is not a folder containing a `.index.json` file"
         " or a pytorch_model.bin or a model.safetensors file",
@@ -662,12 +661,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "sharded-checkpoint": (
         "ValueError: zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero checkpoint",
-        "FileNotFoundError: can't find *_optim_states.pt files in directory 'x'",
-        "FileNotFoundError: The provided path is not a valid DeepSpeed checkpoint: x",
-        "The directory x is not a DeepSpeed checkpoint",
         "_pickle.UnpicklingError: Weights only load failed. ``torch.distributed.tensor`` must be imported to"
         " load DTensors",
-        "FileNotFoundError: can't find model states file at 'ckpt/mp_rank_00_model_states.pt'",
         "ValueError: consumed 10 numels out of 20 - something is wrong",
         "RuntimeError: DeepSpeed was unable to load the checkpoint. Ensure you passed in a DeepSpeed comp"
         "atible checkpoint or a single checkpoint file by setting `DeepSpeedStrategy(..., load_full_weigh"
@@ -675,7 +670,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: Checkpoint found at out/checkpoint-5 is only supported when using PyTorch FSDP",
         "RuntimeError: layers.0._flat_param contains _flat_param. This can happen if the model is not the root module.",
         "RuntimeError: Global world size at save time was 8, but at load time was 1",
-        "AssertionError: Loading a checkpoint for MP=2 but world size is 1",
         "CheckpointingException: Global shape mismatch for loaded (torch.Size([8, 4]))"
         " and expected ((4, 4)) tensor for key decoder.layers.mlp.linear_fc1.weight",
         "tensor_model_parallel_size value from checkpoint (2) is not equal to the input argument value (1).",
@@ -690,8 +684,18 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " supported for ShardedTensor!",
         "RuntimeError: .numpy() is not supported for tensor subclasses.",
         "AssertionError: checkpoint contains neither 'model' or 'module' keys, not sure how to proceed",
+        "AssertionError: checkpoint has both 'model' and 'module' keys, not sure how to proceed",
+        "AssertionError: Cannot load state dict with strict=True and checkpoint shards > 1",
+        "AssertionError: Invalid sharded dir ckpt/actor",
+        "ValueError: Invalid key vision.weight in Megatron state_dict. Expected keys to start with"
+        " 'decoder/embedding/output_layer' in TransformerLayer.",
+        "_pickle.UnpicklingError: Weights only load failed. WeightsUnpickler error: Unsupported global: GLOBAL"
+        " torch.distributed._shard.sharded_tensor.api.ShardedTensor was not an allowed global by default.",
+        "_pickle.UnpicklingError: Trying to load unsupported GLOBAL torch.distributed.tensor.DTensor whose module is"
+        " not allowed",
+        "AssertionError: You have to pass how the original parameters are sharded in order to resume in a different"
+        " tensor parallel size, ckp_tp_size: 4, current tp_size: 2",
         "AssertionError: Invalid checkpoints and world size for sd merge",
-        "AssertionError: ckpt seems a bogus DeepSpeed checkpoint folder: Cannot find mp_rank_* files in there.",
         "NotImplementedError: zero_to_fp32 does not support AutoEP ZeRO-3 partition-native checkpoints.",
         "ValueError: Model is not sharded but checkpoint is sharded. Please pass in a model wrapped with FSDP.",
         "ValueError: Loading a sharded checkpoint requires passing an FSDP config to Trainer.",
@@ -725,6 +729,20 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "'",
         "AssertionError: State dicts of all partitions must have the same step value",
         "AssertionError: All shards must have the same step value",
+        "The following zero checkpoints paths are missing:"
+        " ['out/global_step10/zero_pp_rank_1_mp_rank_00_optim_states.pt']",
+        "RuntimeError: Expert checkpoint file is corrupt: key 'experts.w1' not found in ckpt/global_step10",
+        "RuntimeError: Duplicate ZeRO rank (0, 1) in optim files: a.pt and b.pt",
+        "RuntimeError: ZeRO-3 model/optimizer tp_degree or dp_degree mismatch: model=(1,4), optim=(1,3)",
+        "AssertionError: No fragment files for tp rank 1 of a parameter whose recorded shape (4, 8) is not empty.",
+        "AssertionError: Pipeline replicas of tied.weight on tp rank 0 disagree on shape: (4, 8) vs (8, 8).",
+        "ValueError: Ranks (0, 1) hold different data for the same block of a replicated parameter, starting at offset"
+        " 0.",
+        "RuntimeError: Missing AutoEP universal fragments for moe.w1/exp_avg EP ranks: [1]",
+        "RuntimeError: Incomplete AutoEP expert-DP fragments for moe.w1/exp_avg EP rank 1: got [0], expected [0, 1]",
+        "RuntimeError: Missing AutoEP exp_avg fragments for moe.w1, EP rank 1.",
+        "ValueError: Could not find any shards model_weight_*.safetensors in ckpt/500/model/lm_head.If you notice"
+        " `.safetensors` in the middle of the name",
     ),
     "missing-shards": (
         "megatron.core.dist_checkpointing.core.CheckpointingException: Missing shards after fully parallel loading:"
@@ -745,6 +763,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " size is 4. Automatic adjustment of ZeRO's optimizer state partitioning with a new world size is not"
         " currently supported.",
         "AssertionError: The checkpoint being loaded used a DP world size of 2 but the current DP world size is 4.",
+        "AssertionError: Empty ds_version in checkpoint, not clear how to proceed",
+        "Loading fp16 zero checkpoints into bf16 training engine",
+        "RuntimeError: AutoEP ZeRO-3 checkpoints can only be loaded with the same parameter placement topology in this"
+        " release.",
+        "KeyError: 'fp32_flat_groups'",
+        "KeyError: 'single_partition_of_fp32_groups'",
         "RuntimeError: The ZeRO checkpoint parameter-alignment layout does not match the current"
         " zero_optimization.parameter_alignment setting.",
     ),
@@ -754,16 +778,26 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: Invalid for universal checkpoint: ckpt/latest_universal does not exist",
         "AssertionError: Required universal_checkpoint_info state is missing in checkpoint. Verify that client"
         " creates this state.",
-        "AssertionError: No ZeRO files found in ckpt/global_step100",
         "FileNotFoundError: can't find ZeRO Stage 3 model state files in directory 'ckpt/global_step10'",
+        "AssertionError: zero/optimizer_state.pt containing optimizer global state is missing! Cannot proceed.",
+        "RuntimeError: AutoEP metadata is missing from checkpoint. Cannot consolidate expert files without"
+        " ds_autoep_layers metadata.",
+        "RuntimeError: Folding metadata mismatch for tp_size: saved=2 runtime=4",
+        "RuntimeError: Legacy checkpoint format (old_moe_load) is incompatible with AutoEP layers.",
     ),
     "universal-sizes": (
         "AssertionError: Load checkpoint fp32 dst numel 1048576 != src numel 524288",
         "AssertionError: Load checkpoint exp_avg dst numel 34603008 != src numel 17301504",
+        "AssertionError: Vocab tensor padded size 32000 < loaded universal size 32128",
+        "AssertionError: Loading x.weight full param numel 8192 != tensor slice numel 2048 * tp_world_size 2",
+        "AssertionError: Dimension 0 of size 7 is not divisible by tp_world_size 2, and this checkpoint records no"
+        " partition_sizes, so its uneven layout cannot be reconstructed.",
+        "RuntimeError: Cannot restore a universal checkpoint into this AutoTP parameter: x",
     ),
     "names-of-zero": (
         "    param_shapes = state_dict[PARAM_SHAPES]\nKeyError: 'param_shapes'",
         "    frozen_param_shapes = state_dict[FROZEN_PARAM_SHAPES]\nKeyError: 'frozen_param_shapes'",
+        "    buffer_names = state_dict[BUFFER_NAMES]\nKeyError: 'buffer_names'",
     ),
     "access-pattern": (
         "megatron.core.dist_checkpointing.core.CheckpointingException: Invalid access pattern for"
@@ -794,6 +828,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AssertionError: Tensors in local_state_dict should be ShardedTensor.",
         "AssertionError: Local shard size = 12 and the tensor in the state_dict is 24.",
         "AssertionError: Expects 0 or 1 shard per rank but got 2 shards on rank 0.",
+        "RuntimeError: Number of local shards (1) does not match number of local shards metadata in"
+        " sharded_tensor_metadata (0) on rank (1)",
+        "RuntimeError: inplace copy can only happen between two ShardedTensor with same metadata!",
         "RuntimeError: Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with"
         " LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict.",
         "KeyError: 'fc.weight is not in the optimizer state. The FSDPParamInfo has the param keys [] while",
@@ -811,7 +848,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: Cannot detect which StorageReader or StorageWriter to use. Please specify the"
         " storage_reader/storage_writer.",
         "FileNotFoundError: Megatron-FSDP checkpoint metadata not found at ckpt/.metadata.",
-        "RuntimeError: Detected deprecated Megatron checkpoint layout (dist_ckpt).",
         "megatron.core.dist_checkpointing.core.CheckpointingException: ckpt/iter_0001000 is not a distributed"
         " checkpoint",
         "FileNotFoundError: '/workspace/OLMo-2/step1907359' is not a distributed checkpoint folder.",
@@ -824,10 +860,47 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "no-tracker-of-megatron": (
         "WARNING: could not find the metadata file /root/data/checkpoints/blocklm/latest_checkpointed_iteration.txt",
+        "ERROR: Invalid metadata file ckpt/latest_checkpointed_iteration.txt. Exiting",
+        "AssertionError: error parsing metadata file ckpt/latest_checkpointed_iteration.txt",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'ckpt/latest_checkpointed_iteration.txt'",
         "ValueError: could not find the metadata file ckpt/glm-130b-sat/49300/latest, please check --load",
     ),
-    "no-files-of-llama": ("AssertionError: no checkpoint files found in llama-2-7b/",),
+    "no-files-of-llama": ("AssertionError: Checkpoint directory 'Meta-Llama-3-8B' does not exist.",),
+    "parts-of-llama": ("AssertionError: Loading a checkpoint for MP=2 but world size is 1",),
+    "no-files-of-zero": (
+        "FileNotFoundError: can't find *_optim_states.pt files in directory 'x'",
+        "FileNotFoundError: can't find mp_rank_ files in directory 'ckpt/global_step10'",
+        "FileNotFoundError: can't find model states file at 'ckpt/mp_rank_00_model_states.pt'",
+        "FileNotFoundError: The provided path is not a valid DeepSpeed checkpoint: x",
+        "The directory x is not a DeepSpeed checkpoint",
+        "AssertionError: ckpt seems a bogus DeepSpeed checkpoint folder: Cannot find mp_rank_* files in there.",
+        "AssertionError: No ZeRO files found in ckpt/global_step100",
+        "AssertionError: could not find any zero files",
+        "FileNotFoundError: Directory 'out/global_step10' doesn't exist",
+    ),
+    "format-of-megatron": (
+        "RuntimeError: Detected deprecated Megatron checkpoint layout (dist_ckpt).",
+        "RuntimeError: Detected load from a distributed checkpoint, but neither --use-dist-ckpt nor"
+        " --auto-detect-ckpt-format is set.",
+        "ValueError: Unrecognized checkpoint format at ckpt/iter_0000100",
+        "NotImplementedError: unknown checkpoint format in ckpt/iter_0000100",
+        "NotImplementedError: checkpoint format zarr not supported",
+        "ValueError: ckpt/iter_0000100 is not a MLM or NeMo sharded checkpoint!",
+        "AssertionError: Checkpoint format 'torch_dist' from config differs from inferred format 'fsdp_dtensor' for"
+        " ckpt.",
+    ),
+    "optimizer-of-megatron": (
+        "AssertionError: Number of unpadded elements must be same in current run (45) and checkpoint (90)",
+        "ValueError: Optimizer 'adam': checkpoint has 4 param_groups but current optimizer has 2",
+        "ValueError: Could not find parameter group with key (1.0, 1.0) in loaded checkpoint. Available keys: []",
+        "ValueError: Param id 12 does not match any model sharded param",
+        "RuntimeError: Fully parallel load is not supported for dp_zero_gather_scatter checkpoints. Please remove"
+        " --ckpt-fully-parallel-load flag",
+    ),
+    "integrity-of-megatron": (),
     "dtensors-and-tensors": (
+        "AttributeError: 'Tensor' object has no attribute '_local_tensor'",
+        "AttributeError: 'Parameter' object has no attribute 'full_tensor'",
         "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed"
         " operators!",
     ),
@@ -1291,9 +1364,14 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "parameter-of-ranks": (
         "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated yet.",
         "RuntimeError: weight should have at least three dimensions",
+        "RuntimeError: The expanded size of the tensor (0) must match the existing size (4096) at non-singleton"
+        " dimension 0.  Target sizes: [0].  Tensor sizes: [4096]",
         "AssertionError: module.embed_tokens.weight has already been partitioned",
     ),
-    "no-latest-file": ("ValueError: Unable to find 'latest' file at /out/latest",),
+    "no-latest-file": (
+        "ValueError: Unable to find 'latest' file at /out/latest",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'out/latest'",
+    ),
     "refused-as-malicious": ("Exception: Error verifying pickled file from C:\\sd\\models\\a.ckpt",),
     "old-whole-optimizer": ("AttributeError: 'LambdaLR' object has no attribute '_last_lr'",),
     "none-in-state-dict": (

@@ -120,6 +120,9 @@ UNKNOWN = {
     "heads that do not match": "ValueError: k_descale head dimension must match num_kv_heads, expected 2, got 4",
     "files of another program": "Expected 4 of 5 replies under load but found 3 in time",
     "shards of a database": "All shards must have the same number of replicas",
+    "folder of images": "FileNotFoundError: can't find image files in directory 'data/train'",
+    "folder of another program": "FileNotFoundError: Directory '/var/lib/checkpoint' doesn't exist",
+    "format of another program": "ValueError: Unrecognized checkpoint format at runs/model.ckpt",
     "process that is missing": "Missing checkpoint for rank 3 in the leader board",
     "other text file": "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9 in position 11: invalid continuation",
 }
