@@ -38,6 +38,7 @@ from ckptfix.reading.folders.ranks import (
     megatron_fsdp,
     nanotron,
     pipeline,
+    torch_dist,
     universal,
     zero,
 )
@@ -316,7 +317,7 @@ def _read_dcp(folder: Path, salvage: bool, beside: Sequence[Path] = ()) -> Docum
     if name == LIGHTNING and LIGHTNING_RELEASE in root:
         root = _of_lightning(root)
     if name == TORCH_DIST:
-        root, copies, left_out = megatron.of_torch_dist(root, common.root)
+        root, copies, left_out = torch_dist.converted(root, common.root)
         remarks += [Fact(Kind.RANK_LEFT_OUT, name) for name in left_out]
         used = {**root.get("model", {}), **copies}
         kept = tuple(key for key, spec in used.items() if isinstance(spec, TensorSpec) and spec.dtype == "float32")

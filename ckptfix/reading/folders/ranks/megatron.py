@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
-from operator import ge, mul
+from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque, tensors_in
-from ckptfix.core.parts import box_at, full
-from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
+from ckptfix.core.parts import full
+from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.boxes import boxed
@@ -56,13 +56,6 @@ _INTERLEAVED = {"experts": "moe_mlp_glu_interleave_size", "shared_experts": "moe
 # In multi-head latent attention. Transformer Engine has a copy on each rank, Megatron's own layers split it.
 _DOWN = re.compile(r"((?:.*\.)?linear_\w+_)down_proj\.weight")
 _QKV = re.compile(r".*\.(?:query_key_value|linear_qkv)\.(?:weight|bias)")
-_STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
-# Moments and masters by name, and the empty extra states of layers in a folder of torch_dist.
-_MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
-_NOTHING = re.compile(r"_extra_state/shard_[\d.]+_[\d.]+$")  # with a second number if layers have experts
-# Masters and moments in unnamed buckets (`dp_reshardable`), with uninitialised memory between them.
-_BUCKETS = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed)\..+")
-_BESIDE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 _LEFT_OUT = frozenset(
     ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point_ops")
 )
@@ -73,7 +66,6 @@ _NEMO_SIZE = re.compile(r"^\s*((?:tensor|pipeline)_model_parallel_size):\s*(\d{1
 # In the pickle of a rank, sizes of parallelism above 1, among the arguments, which are at its start.
 _START = 256 << 10
 _DIVIDED = re.compile(rb"(?:tensor|pipeline|expert)_model_parallel_size(?:q.|r....|\x94)?(?:K[^\0\1]|M..)", re.DOTALL)
-_MOST_PARTS = 1 << 12  # parts into which ranks may split a weight
 _DEPTH = 8
 _REPEATED = 1000  # entries of dicts that may occur more than once; a dict that contains itself would never end
 
@@ -180,7 +172,7 @@ class _Joined:
         for numbers in self.files.of_another_save(steps, names, "iteration"):
             del roots[numbers], found[numbers]
         first = roots[min(roots)]
-        args = _arguments(first)
+        args = arguments_of(first)
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
         dtypes = {numbers: _dtype(root) for numbers, root in roots.items()}
         for line in dict.fromkeys(_place(numbers, sizes)[1:] for numbers in roots):  # ranks that split the same tensors
@@ -275,7 +267,7 @@ class _Joined:
         """Remark ranks whose process numbers are out of order: these increase with the tensor-parallel rank and with
         the stage of the pipeline. A conversion in one process leaves the same number in all files."""
         own_ranks = {
-            place: rank for place in sorted(roots) if type(rank := _arguments(roots[place]).get("rank")) is int
+            place: rank for place in sorted(roots) if type(rank := arguments_of(roots[place]).get("rank")) is int
         }
         for axis in (0, 1) if len(set(own_ranks.values())) == len(roots) else ():
             lines: dict[tuple[int, ...], dict[str, int]] = {}
@@ -308,13 +300,13 @@ class _Joined:
         tensor, pipeline, expert = grid
         version = first.get("checkpoint_version")
         version = version if isinstance(version, (int, float)) else 0  # as in Megatron
-        heads = _arguments(first).get("num_attention_heads")
+        heads = arguments_of(first).get("num_attention_heads")
         numbers = {
             key: int(match[1] or 0) for key in first if isinstance(key, str) and (match := _CHUNK.fullmatch(key))
         }
         chunks = sorted(numbers, key=numbers.__getitem__) or ["model"]
         flat = {
-            (chunk, place): _ungrouped(_flat(root.get(chunk)), _arguments(first), self.path)
+            (chunk, place): _ungrouped(_flat(root.get(chunk)), arguments_of(first), self.path)
             for chunk, (place, root) in product(chunks, sorted(roots.items()))
         }
         held = {
@@ -322,7 +314,7 @@ class _Joined:
             for chunk, stage in product(chunks, range(pipeline))
         }
         counts = {at: _layer_counts(states) for at, states in held.items()}
-        offsets = stage_offsets(counts, {at for at, states in held.items() if states}, _arguments(first))
+        offsets = stage_offsets(counts, {at for at, states in held.items() if states}, arguments_of(first))
         weights: OrderedDict[tuple[str, ...], Any] = OrderedDict()
         lacking: dict[tuple[str, ...], int] = {}
         for (chunk, stage), own in held.items():
@@ -335,7 +327,7 @@ class _Joined:
                 states = [missing if state is None else state for state in line]
                 if version < 2:
                     states = [self._ordered_qkv(state, version, heads, tensor) for state in states]
-                for path, entry in self._joined(states, _arguments(first)):
+                for path, entry in self._joined(states, arguments_of(first)):
                     lost = self.joining.lacking.pop(".".join(path), 0)
                     if begin is None and _layer_counts([[path]]):
                         continue  # its number is unknown
@@ -351,7 +343,7 @@ class _Joined:
                         self.joining.differing[name] = None
         self.files.lacking.update({".".join(key): lost for key, lost in lacking.items()})
         self.files.held_by.update(self.joining.held_by)
-        self._check_layers(held, offsets, _arguments(first).get("num_layers"))
+        self._check_layers(held, offsets, arguments_of(first).get("num_layers"))
         return weights
 
     def _check_layers(
@@ -453,7 +445,7 @@ def _misplaced(
     """Yield the ranks whose content shows that it is that of another place: of another process or, by the
     embedding and the last norm, of another stage. A conversion in one process leaves its number 0 in all files."""
     tensor, pipeline, _ = grid
-    found = {n: _arguments(root).get("rank") for n, root in roots.items()}
+    found = {n: arguments_of(root).get("rank") for n, root in roots.items()}
     processes = {n: rank for n, rank in found.items() if type(rank) is int}
     are_own = len(processes) == len(roots) and any(processes.values())
     for (rank, stage, _), numbers in numbers_of.items():
@@ -488,7 +480,7 @@ def _places(grid: tuple[int, int, int]) -> Iterator[tuple[int, int, int]]:
     return ((t, p, e) for t in range(tensor) for p in range(pipeline) for e in range(expert))
 
 
-def _arguments(root: Any) -> Mapping[str, Any]:
+def arguments_of(root: Any) -> Mapping[str, Any]:
     args = root.get("args")
     return args.attributes if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
 
@@ -496,7 +488,7 @@ def _arguments(root: Any) -> Mapping[str, Any]:
 def may_drift(root: Any) -> bool:
     """Return whether copies on tensor-parallel ranks may differ: under sequence parallelism, each rank sums gradients
     separately. Without arguments, it is assumed."""
-    return bool(_arguments(root).get("sequence_parallel", not _arguments(root)))
+    return bool(arguments_of(root).get("sequence_parallel", not arguments_of(root)))
 
 
 def whole_arguments(args: Any) -> Any:
@@ -507,128 +499,6 @@ def whole_arguments(args: Any) -> Any:
         changed = {key: known.get(key, value) for key, value in args.state.items()}
         return Opaque(args.cls, args.args, args.kwargs, changed)
     return {key: known.get(key, value) for key, value in args.items()} if isinstance(args, dict) else args
-
-
-def of_torch_dist(
-    saved: Mapping[Any, Any], common: Mapping[Any, Any]
-) -> tuple[dict[Any, Any], dict[str, TensorSpec], list[str]]:
-    """Convert a container of ``torch_dist`` to the form of ``torch``. Return it, copies of the masters in the dtype of
-    the training, and the buckets of the distributed optimizer that are left out.
-
-    The weights are under ``model``, with one tensor per layer, before the rest of the chunks and of ``common.pt``. If
-    masters and moments have names, masters become the weights, and moments become ``optimizer``."""
-    buckets = {key: match[1] for key in saved if (match := _BUCKETS.fullmatch(str(key)))}
-    root, left_out = {key: value for key, value in saved.items() if key not in buckets}, sorted({*buckets.values()})
-    held = {key: value for key, value in root.items() if key not in common and isinstance(value, TensorSpec)}
-    weights = {key: value for key, value in held.items() if not str(key).startswith(_BESIDE)}
-    if "model" in root or not weights:
-        return root, {}, left_out
-    rest = {
-        key: whole_arguments(value) if key == "args" else value
-        for key, value in root.items()
-        if key not in weights and not (_NOTHING.search(str(key)) and value in ([], [None]))
-    }
-    layers = _arguments(common).get("num_layers")
-    model, fields = unstacked(weights, layers), dict[str, dict[str, TensorSpec]]()
-    for key in held:
-        if match := _MOMENT.fullmatch(str(key)):
-            fields.setdefault(match[1], {})[match[2]] = rest.pop(key)
-    fields = {
-        field: {name: _unflattened(name, spec, model.get(name)) for name, spec in unstacked(found, layers).items()}
-        for field, found in fields.items()
-    }
-    model = OrderedDict(mixers.rejoined(model))
-    fields = {field: mixers.rejoined(found) for field, found in fields.items()}
-    named = [(field, name, spec) for field, found in fields.items() for name, spec in found.items()]
-    if not named or any(name not in model or spec.shape != model[name].shape for _, name, spec in named):
-        moments = {key: value for key, value in root.items() if key in held and key not in weights}
-        return {"model": model, **moments, **rest}, {}, left_out
-    masters = fields.pop("fp32_param", None) or fields.pop("param", {})
-    copies = {name: model[name] for name in masters}
-    state: dict[str, dict[str, Any]] = {}
-    for field, found in fields.items():
-        for name, spec in found.items():
-            state.setdefault(name, {})[field] = spec
-    model.update(masters)
-    return {"model": model, **rest, "optimizer": _by_name(state, rest.get("optimizer"))}, copies, left_out
-
-
-def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> TensorSpec:
-    """Return a moment in the shape of its weight.
-
-    In the form ``fully_sharded_model_space``, the distributed optimizer stores it as the parts into which ranks split
-    each dimension, each of them flat: [4, 2, 6] for a weight of [8, 6]."""
-    counts = spec.shape[:-1]
-    if weight is None or len(spec.shape) != len(weight.shape) + 1:
-        return spec
-    if 0 in spec.shape or math.prod(counts) > _MOST_PARTS or not spec.is_contiguous:
-        return spec
-    part = tuple(size // count for size, count in zip(weight.shape, counts, strict=True))
-    if tuple(map(mul, part, counts)) != weight.shape or math.prod(part) != spec.shape[-1]:
-        return spec
-    copies = {
-        box_at([*map(mul, place, part)], part): [
-            replace(spec, shape=part, strides=contiguous_strides(part), offset=spec.offset + number * spec.shape[-1])
-        ]
-        for number, place in enumerate(product(*map(range, counts)))
-    }
-    return merge_parts(name, spec.dtype, weight.shape, copies, name)
-
-
-def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
-    """Return the optimizer's state, with its groups if Megatron's weight decay tells their parameters."""
-    while isinstance(saved, dict) and "param_groups" not in saved and isinstance(saved.get("optimizer"), dict):
-        saved = saved["optimizer"]
-    saved = saved if isinstance(saved, dict) else {}
-    groups, held = saved.get("param_groups"), saved.get("state")
-    groups = groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else []
-    step = held.get("common_step") if isinstance(held, dict) else None
-    plain = [
-        name
-        for name, moments in state.items()
-        if name.endswith(".bias") or all(len(m.shape) == 1 for m in moments.values() if isinstance(m, TensorSpec))
-    ]
-    steps = [group.get("step") for group in groups]  # the distributed optimizer stores it there
-    if step is None and type(steps[0] if steps else None) in (int, float) and steps.count(steps[0]) == len(steps):
-        step = steps[0]
-    for moments in state.values() if isinstance(step, (TensorSpec, int, float)) else ():
-        moments["step"] = with_own_storage(step)
-    decays = [bool(group.get("wd_mult", group.get("weight_decay"))) for group in groups]
-    if len(groups) == 1:
-        names = [list(state)]
-    elif sorted(decays) == [False, True]:
-        names = [[name for name in state if (name in plain) is not decay] for decay in decays]
-    else:
-        return {"state": state}
-    return {
-        "state": state,
-        "param_groups": [{**group, "params": part} for group, part in zip(groups, names, strict=True)],
-    }
-
-
-def unstacked(root: Mapping[Any, Any], layers: object) -> dict[Any, Any]:
-    """Return weights with one tensor per layer in place of stacks.
-
-    Stacks are tensors whose names have no number after ``layers``, if all of them have the same number of layers, which
-    is ``layers`` unless that is None. Otherwise nothing is changed."""
-    found = {key: match for key in root if isinstance(key, str) and (match := _STACKED.fullmatch(key))}
-    stacks = {key: spec for key in found if isinstance(spec := root[key], TensorSpec) and spec.shape}
-    if len(counts := {spec.shape[0] for spec in stacks.values()}) != 1 or layers not in (None, *counts):
-        return dict(root)
-    made: dict[Any, Any] = {}
-    for key, value in root.items():
-        if key not in stacks:
-            made[key] = value
-            continue
-        for number in range(value.shape[0]):
-            name = f"{found[key][1]}{number}.{found[key][2]}"
-            if name in root:
-                raise UnreadableError(
-                    f"{name} exists along with {key}, which contains it; the folder is from two saves"
-                )
-            offset = value.offset + number * value.strides[0]
-            made[name] = replace(value, shape=value.shape[1:], strides=value.strides[1:], offset=offset)
-    return made
 
 
 def _flat(value: Any) -> dict[tuple[str, ...], Any]:

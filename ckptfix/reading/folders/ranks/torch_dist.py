@@ -1,0 +1,154 @@
+"""Megatron-LM's ``torch_dist``: a folder of torch.distributed.checkpoint with stacked layers, and ``common.pt``.
+
+The container becomes that of the format ``torch``, with one tensor per layer under the names on disk. If masters and
+moments have names, masters become the weights, and moments the optimizer's state.
+
+Sources: Megatron-LM (core 0.16 to 0.19), ``megatron/core/dist_checkpointing/``, ``megatron/core/optimizer/``."""
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import product
+from operator import mul
+from typing import Any
+
+from msgspec.structs import replace
+
+from ckptfix.core.parts import box_at
+from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.chunks import merge_parts
+from ckptfix.reading.folders.ranks import mixers
+from ckptfix.reading.folders.ranks.megatron import arguments_of, whole_arguments
+
+_STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
+# Moments and masters by name, and the empty extra states of layers in a folder of torch_dist.
+_MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_NOTHING = re.compile(r"_extra_state/shard_[\d.]+_[\d.]+$")  # with a second number if layers have experts
+# Masters and moments in unnamed buckets (`dp_reshardable`), with uninitialised memory between them.
+_BUCKETS = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed)\..+")
+_BESIDE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
+_MOST_PARTS = 1 << 12  # parts into which ranks may split a weight
+
+
+def converted(
+    saved: Mapping[Any, Any], common: Mapping[Any, Any]
+) -> tuple[dict[Any, Any], dict[str, TensorSpec], list[str]]:
+    """Convert a container of ``torch_dist`` to the form of ``torch``. Return it, copies of the masters in the dtype of
+    the training, and the buckets of the distributed optimizer that are left out.
+
+    The weights are under ``model``, with one tensor per layer, before the rest of the chunks and of ``common.pt``. If
+    masters and moments have names, masters become the weights, and moments become ``optimizer``."""
+    buckets = {key: match[1] for key in saved if (match := _BUCKETS.fullmatch(str(key)))}
+    root, left_out = {key: value for key, value in saved.items() if key not in buckets}, sorted({*buckets.values()})
+    held = {key: value for key, value in root.items() if key not in common and isinstance(value, TensorSpec)}
+    weights = {key: value for key, value in held.items() if not str(key).startswith(_BESIDE)}
+    if "model" in root or not weights:
+        return root, {}, left_out
+    rest = {
+        key: whole_arguments(value) if key == "args" else value
+        for key, value in root.items()
+        if key not in weights and not (_NOTHING.search(str(key)) and value in ([], [None]))
+    }
+    layers = arguments_of(common).get("num_layers")
+    model, fields = unstacked(weights, layers), dict[str, dict[str, TensorSpec]]()
+    for key in held:
+        if match := _MOMENT.fullmatch(str(key)):
+            fields.setdefault(match[1], {})[match[2]] = rest.pop(key)
+    fields = {
+        field: {name: _unflattened(name, spec, model.get(name)) for name, spec in unstacked(found, layers).items()}
+        for field, found in fields.items()
+    }
+    model = OrderedDict(mixers.rejoined(model))
+    fields = {field: mixers.rejoined(found) for field, found in fields.items()}
+    named = [(field, name, spec) for field, found in fields.items() for name, spec in found.items()]
+    if not named or any(name not in model or spec.shape != model[name].shape for _, name, spec in named):
+        moments = {key: value for key, value in root.items() if key in held and key not in weights}
+        return {"model": model, **moments, **rest}, {}, left_out
+    masters = fields.pop("fp32_param", None) or fields.pop("param", {})
+    copies = {name: model[name] for name in masters}
+    state: dict[str, dict[str, Any]] = {}
+    for field, found in fields.items():
+        for name, spec in found.items():
+            state.setdefault(name, {})[field] = spec
+    model.update(masters)
+    return {"model": model, **rest, "optimizer": _by_name(state, rest.get("optimizer"))}, copies, left_out
+
+
+def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> TensorSpec:
+    """Return a moment in the shape of its weight.
+
+    In the form ``fully_sharded_model_space``, the distributed optimizer stores it as the parts into which ranks split
+    each dimension, each of them flat: [4, 2, 6] for a weight of [8, 6]."""
+    counts = spec.shape[:-1]
+    if weight is None or len(spec.shape) != len(weight.shape) + 1:
+        return spec
+    if 0 in spec.shape or math.prod(counts) > _MOST_PARTS or not spec.is_contiguous:
+        return spec
+    part = tuple(size // count for size, count in zip(weight.shape, counts, strict=True))
+    if tuple(map(mul, part, counts)) != weight.shape or math.prod(part) != spec.shape[-1]:
+        return spec
+    copies = {
+        box_at([*map(mul, place, part)], part): [
+            replace(spec, shape=part, strides=contiguous_strides(part), offset=spec.offset + number * spec.shape[-1])
+        ]
+        for number, place in enumerate(product(*map(range, counts)))
+    }
+    return merge_parts(name, spec.dtype, weight.shape, copies, name)
+
+
+def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
+    """Return the optimizer's state, with its groups if Megatron's weight decay tells their parameters."""
+    while isinstance(saved, dict) and "param_groups" not in saved and isinstance(saved.get("optimizer"), dict):
+        saved = saved["optimizer"]
+    saved = saved if isinstance(saved, dict) else {}
+    groups, held = saved.get("param_groups"), saved.get("state")
+    groups = groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else []
+    step = held.get("common_step") if isinstance(held, dict) else None
+    plain = [
+        name
+        for name, moments in state.items()
+        if name.endswith(".bias") or all(len(m.shape) == 1 for m in moments.values() if isinstance(m, TensorSpec))
+    ]
+    steps = [group.get("step") for group in groups]  # the distributed optimizer stores it there
+    if step is None and type(steps[0] if steps else None) in (int, float) and steps.count(steps[0]) == len(steps):
+        step = steps[0]
+    for moments in state.values() if isinstance(step, (TensorSpec, int, float)) else ():
+        moments["step"] = with_own_storage(step)
+    decays = [bool(group.get("wd_mult", group.get("weight_decay"))) for group in groups]
+    if len(groups) == 1:
+        names = [list(state)]
+    elif sorted(decays) == [False, True]:
+        names = [[name for name in state if (name in plain) is not decay] for decay in decays]
+    else:
+        return {"state": state}
+    return {
+        "state": state,
+        "param_groups": [{**group, "params": part} for group, part in zip(groups, names, strict=True)],
+    }
+
+
+def unstacked(root: Mapping[Any, Any], layers: object) -> dict[Any, Any]:
+    """Return weights with one tensor per layer in place of stacks.
+
+    Stacks are tensors whose names have no number after ``layers``, if all of them have the same number of layers, which
+    is ``layers`` unless that is None. Otherwise nothing is changed."""
+    found = {key: match for key in root if isinstance(key, str) and (match := _STACKED.fullmatch(key))}
+    stacks = {key: spec for key in found if isinstance(spec := root[key], TensorSpec) and spec.shape}
+    if len(counts := {spec.shape[0] for spec in stacks.values()}) != 1 or layers not in (None, *counts):
+        return dict(root)
+    made: dict[Any, Any] = {}
+    for key, value in root.items():
+        if key not in stacks:
+            made[key] = value
+            continue
+        for number in range(value.shape[0]):
+            name = f"{found[key][1]}{number}.{found[key][2]}"
+            if name in root:
+                raise UnreadableError(
+                    f"{name} exists along with {key}, which contains it; the folder is from two saves"
+                )
+            offset = value.offset + number * value.strides[0]
+            made[name] = replace(value, shape=value.shape[1:], strides=value.strides[1:], offset=offset)
+    return made
