@@ -175,7 +175,8 @@ def repair_state_dict(
 def repair_to_load(source: Source, model: nn.Module, **settings: Unpack[LoadSettings]) -> Repair:
     """Repair a checkpoint in memory for a strict load into a model, and log doubts about it.
 
-    Raises ``TargetError`` if the load would fail, and ``HostileError`` if the file would run code."""
+    Raises ``TargetError`` if the load would fail, ``UnreadableError`` if the weights are wrong, and ``HostileError`` if
+    the file would run code."""
     repaired = repair(source, model, **settings)
     refuse_misfit(repaired.report)
     log_doubts(repaired.report)

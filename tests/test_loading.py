@@ -8,10 +8,11 @@ from safetensors.torch import save_model
 from torch import nn
 
 import ckptfix
-from ckptfix.errors import TargetError
+from ckptfix.errors import DamageWarning, TargetError, UnreadableError
 from ckptfix.loading import _left_empty, _prepare, load_strictly
 from ckptfix.reading.opening import open_state_dict
 from tests.checks import bytes_of, is_mapped
+from tests.reading.folders.ranks.genuine import swap, unpacked
 
 
 @pytest.mark.parametrize(
@@ -318,3 +319,20 @@ def test_settings_of_what_load_does_not_do_are_refused(setting: Any, hint: str, 
     with pytest.raises(ckptfix.UsageError, match=r"^load\(\) has no setting") as error:
         ckptfix.load(torch.nn.Linear(2, 2), file, **setting)
     assert str(error.value).endswith(hint)
+
+
+def test_weights_of_ranks_in_the_wrong_order_are_not_given_out(tmp_path: Path) -> None:
+    saved, truth = unpacked("zero3_w2_fp32_g1", tmp_path)
+    first, second = sorted(saved.rglob("*optim_states.pt"))
+    assert ckptfix.repair(saved).state_dict().keys() == truth.keys()
+    swap(first, second)
+    for give_out in (
+        lambda: ckptfix.load(nn.Linear(2, 2), saved),
+        lambda: ckptfix.load(nn.Linear(2, 2), saved, select=("KEY",)),
+        ckptfix.repair(saved).state_dict,
+        ckptfix.open_checkpoint(saved).state_dict,
+    ):
+        with pytest.raises(UnreadableError, match="the merged weights are wrong"):
+            give_out()
+    with pytest.warns(DamageWarning, match="the merged weights are wrong"):
+        ckptfix.open_checkpoint(saved).read(next(iter(truth)))

@@ -191,7 +191,7 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
         Entries that are not tensors are kept. torch's ``_metadata`` is set as an attribute if the file has it. With
         ``mmap``, as in ``torch.load``, tensors are memory-mapped if possible: writing to them never changes the file,
         which must not be overwritten or truncated in the meantime. Raises ``UnreadableError`` if bytes fail their
-        checksum."""
+        checksum, or if files of ranks have the data of others."""
         assert self.reader is not None, "made without a reader"
         return self.reader.state_dict(self, tuple(self.entries) if mmap else ())
 

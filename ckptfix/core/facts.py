@@ -347,6 +347,10 @@ def clause(fact: Fact) -> str:
     return _Template().format(words, place=fact.place, **fact.data) if isinstance(words, str) else words(fact)
 
 
+# Files of ranks that have the data of others, with which the merged weights are wrong.
+MIXED_RANKS = (Kind.RANK_REPEATED, Kind.RANK_RENAMED)
+
+
 def clauses(facts: Iterable[Fact]) -> str:
     """Join the clauses of the first few facts, followed by the number of others."""
     found = list(facts)

@@ -75,6 +75,7 @@ class Blocks(Flag):
     LOADING = auto()  # the file must not be used at all, because it would run code
     # The file has the missing weights in another form: no remedy may drop them or fill in untrained values.
     FILLING = auto()
+    USING = auto()  # the weights must not be given to a model, because they are wrong
 
 
 class Placeholder(Struct, frozen=True):

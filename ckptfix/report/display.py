@@ -14,7 +14,7 @@ from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.plan import Plan
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.core.report import Call, Repair, Report
-from ckptfix.errors import HostileError, TargetError
+from ckptfix.errors import HostileError, TargetError, UnreadableError
 from ckptfix.report.style import Line, TextFormat, percent
 
 if TYPE_CHECKING:
@@ -84,13 +84,15 @@ def log_doubts(report: Report) -> None:
 
 
 def refuse_misfit(report: Report) -> None:
-    """Raise ``TargetError`` if a strict load of the result would fail or leave most of the model untrained, and
-    ``HostileError`` for an attack."""
+    """Raise ``TargetError`` if a strict load of the result would fail or leave most of the model untrained,
+    ``UnreadableError`` if its weights are wrong, and ``HostileError`` for an attack."""
+    from ckptfix.report.advice import remedies_text
+
     if any(Blocks.LOADING in finding.blocks for finding in report.remaining):
         raise HostileError(f"{report.source}: the file is built to run code; do not use it (`ckptfix check` shows why)")
+    if wrong := next((finding for finding in report.remaining if Blocks.USING in finding.blocks), None):
+        raise UnreadableError(f"{report.source}: {wrong.message}; {remedies_text(wrong.remedies, as_arguments=True)}")
     if left := report.obstacles:
-        from ckptfix.report.advice import remedies_text
-
         found = [finding for finding in report.remaining if finding.subject in (Subject.NAMES, Subject.FIT)]
         reasons = "; ".join(f"{finding.code} {finding.message}" for finding in found)
         remedies = (finding.remedies for finding in found if finding.remedies and finding.subject is Subject.FIT)

@@ -72,6 +72,10 @@ def _result_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
 
 def _after_loading(report: Report) -> Iterator[Line]:
     """Yield how the new file differs for code that read the old one."""
+    if report.written_as == "pth":
+        yield from (
+            f"  after: import {found.evidence['import']}" for found in report.findings if "import" in found.evidence
+        )
     made = {edit.where: edit.after for edit in report.edits if isinstance(edit, Plain)}
     dicts = [where for where, after in made.items() if after == "dict"]
     if dicts:

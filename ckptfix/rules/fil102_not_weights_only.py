@@ -136,7 +136,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             "have their codes only",
             evidence={"attributes": scales},
             remedies=advise("load the model with the library that quantised it, and save model.state_dict()"),
-            blocks=Blocks.WRITING | Blocks.LOADING,
+            blocks=Blocks.WRITING | Blocks.USING,
         )
     empty = tuple(fact.place for fact in checkpoint.remarked(Kind.UNINITIALIZED))
     if empty:

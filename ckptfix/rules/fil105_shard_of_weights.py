@@ -199,7 +199,7 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 evidence={kind.value.removeprefix("rank-"): len(odd)},
                 remedies=advise("fetch the files of these ranks again"),
                 # Settings may differ for another reason, unlike the files of one rank.
-                blocks=Blocks.NOTHING if kind is Kind.RANK_FOREIGN else Blocks.WRITING,
+                blocks=Blocks.NOTHING if kind is Kind.RANK_FOREIGN else Blocks.WRITING | Blocks.USING,
             )
     if lacking := checkpoint.remarked(Kind.LAYER_LACKING):
         yield rule.finding(

@@ -48,10 +48,12 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
         carried = [name for name in classes if is_low_bit_moment(name) and not _is_taken_apart(optimizer)]
         others = [name for name in classes if name not in carried]
         if carried:
+            module = carried[0].partition(".subclass_")[0]
             yield rule.finding(
                 Level.NOTE,
                 f"{optimizer.label} has moments of {', '.join(carried)}, which are copied unchanged: torch.load reads "
-                f"them with weights_only=True after `import {carried[0].partition('.subclass_')[0]}`",
+                f"them with weights_only=True after `import {module}`",
+                evidence={"import": module},
             )
         if context.settings.format == "safetensors":
             continue  # safetensors omits the optimizer

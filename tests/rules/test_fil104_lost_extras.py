@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import ckptfix
@@ -31,6 +32,21 @@ def optimizer() -> dict[str, Any]:
 )
 def test_noop(tmp_path, extras, settings):
     assert ckptfix.check(saved(tmp_path, **extras), select=("FIL104",), **settings).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("header", "form", "lost"),
+    [
+        pytest.param({"format": "pt"}, "pth", [], id="what all files have"),
+        pytest.param({"ss_epoch": "3"}, "safetensors", [], id="the format stays"),
+        pytest.param({"format": "pt", "ss_epoch": "3"}, "pth", ["ss_epoch"], id="another format"),
+    ],
+)
+def test_the_text_of_a_header(tmp_path: Path, header: dict[str, str], form: str, lost: list[str]) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "in.safetensors", header)
+    report = ckptfix.repair(tmp_path / "in.safetensors", output=tmp_path / f"out.{form}").report
+    assert [(found.level, found.evidence["header"]) for found in report.findings] == [(Level.NOTE, lost)] * bool(lost)
+    assert report.exit_code == 0
 
 
 def test_an_optimizer_is_named(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,13 +14,24 @@ from msgspec.structs import replace
 from ckptfix.bytes.limits import NAME_DIGITS, shown
 from ckptfix.core.checkpoint import Candidate, Checkpoint, ContainerPath, PathPart, is_inside, path_name, value_at
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.facts import MIXED_RANKS, Fact, Kind, clause, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Opaque, is_native, tensors_in
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import first_names
 from ckptfix.core.wrappers import COUNTER
-from ckptfix.errors import Opt, UnreadableError, UsageError, WeightlessError, Words, damaged, hostile
+from ckptfix.errors import (
+    DamageWarning,
+    Opt,
+    UnreadableError,
+    UsageError,
+    WeightlessError,
+    Words,
+    damaged,
+    hostile,
+    one_line,
+)
 from ckptfix.reading.foreign.weightless import (
     MOMENTS,
     NAME_THEM,
@@ -46,17 +58,29 @@ class LazyTensors:
     """The ``TensorReader`` of every opened checkpoint. The modules that build tensors are imported on first use."""
 
     def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
-        """Read one tensor, with a ``DamageWarning`` if its storage fails its checksum."""
+        """Read one tensor, with a ``DamageWarning`` if its storage fails its checksum, or if files of ranks have the
+        data of others."""
         from ckptfix.bytes.checksums import warning
         from ckptfix.reading.tensors import build_tensor
 
+        if mixed := _mixed_ranks(checkpoint):
+            warnings.warn(one_line(mixed), DamageWarning, stacklevel=3)
         return build_tensor(checkpoint.specs[key], checkpoint.path, warning(checkpoint))
 
     def state_dict(self, checkpoint: Checkpoint, mapped: Collection[str]) -> dict[str, Any]:
-        """Build the whole state_dict. Raises ``UnreadableError`` if bytes fail their checksum."""
+        """Build the whole state_dict. Raises ``UnreadableError`` if bytes fail their checksum, or if files of ranks
+        have the data of others."""
         from ckptfix.reading.tensors import build_state_dict
 
+        if mixed := _mixed_ranks(checkpoint):
+            raise UnreadableError(f"{mixed}; fetch the files of these ranks again")
         return build_state_dict(checkpoint, mapped)
+
+
+def _mixed_ranks(checkpoint: Checkpoint) -> str:
+    """Return in words which files of ranks have the data of others; empty if there are none."""
+    found = [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarked(*MIXED_RANKS)]
+    return f"{checkpoint.path}: {first_names(found)}, so the merged weights are wrong" if found else ""
 
 
 def open_document(

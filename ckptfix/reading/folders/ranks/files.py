@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ckptfix.bytes.files import small_text
 from ckptfix.bytes.listing import list_folder, stamp_of
 from ckptfix.bytes.sources import Content
-from ckptfix.core.facts import Fact, Kind, clause, clauses
+from ckptfix.core.facts import MIXED_RANKS, Fact, Kind, clause, clauses
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
@@ -273,8 +273,7 @@ class RankFiles:
     def _moved(self) -> tuple[Words, ...]:
         """Return in words which files are copies of others or were renamed; empty if there are none."""
         self.note_renamed()
-        kinds = (Kind.RANK_REPEATED, Kind.RANK_RENAMED)
-        if not (found := [f"{fact.place} {clause(fact)}" for fact in self.remarks if fact.kind in kinds]):
+        if not (found := [f"{fact.place} {clause(fact)}" for fact in self.remarks if fact.kind in MIXED_RANKS]):
             return ()
         told = f"; {'; '.join(found[:LISTED])}: fetch the files with wrong names again"
         is_known = not self.salvage and self.without_misplaced() is not None
@@ -283,7 +282,7 @@ class RankFiles:
     def without_misplaced(self) -> RankFiles | None:
         """Return a reader that takes ranks with the data of another one for missing; None if there are none, or if it
         is unknown which they are."""
-        odd = {fact.place: fact.kind for fact in self.remarks if fact.kind in (Kind.RANK_REPEATED, Kind.RANK_RENAMED)}
+        odd = {fact.place: fact.kind for fact in self.remarks if fact.kind in MIXED_RANKS}
         known = {*self._misplaced, *(place.rpartition("/")[2] for place in self._misplaced)}
         if not odd or any(kind is Kind.RANK_RENAMED and place not in known for place, kind in odd.items()):
             return None
