@@ -6,12 +6,13 @@ and experts in each expert rank. The optimizer's state has no names, and is left
 
 NeMo's files have only the state_dict (``tp_rank_01_pp_rank_002/model_weights.ckpt``), with the same names.
 
-Sources: Megatron-LM, ``megatron/training/checkpointing.py``, ``tools/checkpoint/loader_base.py`` (3.0, core 0.16)."""
+Sources: Megatron-LM, ``megatron/training/checkpointing.py``, ``tools/checkpoint/loader_base.py`` (3.0, core 0.16),
+``megatron/core/transformer/transformer_layer.py`` (``get_transformer_layer_offset``)."""
 
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import islice, product
 from operator import ge
@@ -37,7 +38,6 @@ from ckptfix.reading.folders.ranks import mixers
 from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, note_copies, sums_of, tagged
 from ckptfix.reading.folders.ranks.names import LATEST_MEGATRON, MEGATRON_RANK, NEMO, iteration_name
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, SplitRule, emptied, find_rule, rules
-from ckptfix.reading.folders.ranks.stages import StagePlace, is_of_another, stage_offsets
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
 
@@ -91,6 +91,20 @@ _LINEARS = (
     ("linear1.", "linear2."),
     ("fc1_weight", "fc2_weight"),
 )
+
+_StagePlace = tuple[str, int]  # a chunk of the model (`model1` with virtual stages), and a stage of the pipeline
+
+# Arguments with which stages have different numbers of layers.
+_UNEVEN = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+_LAST = frozenset(("final_layernorm", "final_norm"))  # modules of the last stage
 
 
 def find(folder: Path) -> Path | None:
@@ -348,8 +362,8 @@ class _Joined:
 
     def _check_layers(
         self,
-        held: Mapping[StagePlace, Sequence[Any]],
-        offsets: Mapping[StagePlace, Mapping[str, int] | None],
+        held: Mapping[_StagePlace, Sequence[Any]],
+        offsets: Mapping[_StagePlace, Mapping[str, int] | None],
         wanted: Any,
     ) -> None:
         """Remark tensors that are lost with a stage of the pipeline, whose names are unknown.
@@ -452,8 +466,52 @@ def _misplaced(
         root = roots[numbers]
         chunks = [_flat(part) for key, part in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]
         modules = {name for chunk in chunks for path in chunk for name in ".".join(path).split(".")}
-        if is_of_another(modules, stage, pipeline) or (are_own and processes[numbers] % tensor != rank):
+        if _is_of_another(modules, stage, pipeline) or (are_own and processes[numbers] % tensor != rank):
             yield numbers
+
+
+def _is_of_another(modules: Set[str], stage: int, stages: int) -> bool:
+    """Return whether the modules in a file of one of two stages show that it is that of the other: the embedding is in
+    the first stage, and the last norm in the last one."""
+    return stage != stages - 1 if modules & _LAST else "embedding" in modules and stage > 0
+
+
+def stage_offsets(
+    counts: Mapping[_StagePlace, Mapping[str, int]], present: set[_StagePlace], args: Mapping[str, Any]
+) -> dict[_StagePlace, dict[str, int] | None]:
+    """Return the number of the first layer in each stage, by the prefix of the layers' names; None if it is unknown,
+    because an earlier stage is missing and the arguments do not tell how many layers it had.
+
+    ``counts`` has the numbers of layers of the stages that are ``present``, in the order of the model."""
+    prefixes = {prefix for found in counts.values() for prefix in found}
+    gap = _layers_of_missing(counts, present, prefixes, args)
+    offsets: dict[_StagePlace, dict[str, int] | None] = {}
+    begin: dict[str, int] | None = {}
+    for place, found in counts.items():
+        offsets[place] = begin
+        if begin is not None:
+            own = found if place in present else None if gap is None else dict.fromkeys(prefixes, gap)
+            begin = None if own is None else {p: begin.get(p, 0) + own.get(p, 0) for p in prefixes}
+    return offsets
+
+
+def _layers_of_missing(
+    counts: Mapping[_StagePlace, Mapping[str, int]],
+    present: set[_StagePlace],
+    prefixes: set[str],
+    args: Mapping[str, Any],
+) -> int | None:
+    """Return how many layers each missing stage had; None if that is not certain."""
+    whole, missing = args.get("num_layers"), len(counts) - len(present)
+    if type(whole) is not int or len(prefixes) != 1:
+        return None  # the arguments count the layers of one stack
+    (prefix,) = prefixes
+    held = [counts[place].get(prefix, 0) for place in present]
+    left = whole - sum(held)
+    if missing == 1:
+        return left if left >= 0 else None
+    is_even = len(set(held)) == 1 and held[0] * len(counts) == whole and not any(args.get(name) for name in _UNEVEN)
+    return held[0] if is_even else None
 
 
 def _place(numbers: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, int, int]:
