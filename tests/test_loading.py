@@ -328,7 +328,6 @@ def test_weights_of_ranks_in_the_wrong_order_are_not_given_out(tmp_path: Path) -
     swap(first, second)
     for give_out in (
         lambda: ckptfix.load(nn.Linear(2, 2), saved),
-        lambda: ckptfix.load(nn.Linear(2, 2), saved, select=("KEY",)),
         ckptfix.repair(saved).state_dict,
         ckptfix.open_checkpoint(saved).state_dict,
     ):
