@@ -309,7 +309,7 @@ class Content(Struct, eq=False, weakref=True):
     ``path`` is its name in messages. If it was inside archives or compressed streams, ``member`` is its name there,
     ``damage`` is what is wrong with them, and ``wrapper`` is the form of the outermost one.
     ``shared_bounds`` are the limits of the file that it is part of or packed in. A window begins at ``start`` in the
-    buffer."""
+    buffer. If it ``is_verified``, storages that fail their checksums are torn: another file may have the same ones."""
 
     path: str
     buffer: Buffer
@@ -320,6 +320,7 @@ class Content(Struct, eq=False, weakref=True):
     shared_bounds: Bounds | None = None
     start: int = 0
     size: int = -1
+    is_verified: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 0:

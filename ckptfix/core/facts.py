@@ -211,6 +211,7 @@ class Kind(Enum):
     PICKLE_CUT = ("pickle-cut", "is cut short: its pickle ends at byte {end}, and nothing after that has a name")
     PICKLE_DAMAGED = ("pickle-damaged", "is damaged in its pickle at byte {start}, and nothing after that can be read")
     EXTRAS_LOST = ("extras-lost", "has lost tensors in {place}, which is left out")
+    STATES_LOST = ("states-lost", "has lost the state of {keys:names} in {place}, which is left out")
     # safetensors.
     HEADER_PADDING = ("header-padding", "is damaged: the length of its header leaves out the padding")
     HEADER_NOTES = (

@@ -50,6 +50,8 @@ REMEDIES = (
     Remedy.of("leaves these tensors out", salvage=True),
     Remedy.of("takes them from another copy", salvage=True, fill=FILE),
 )
+# In a folder of ranks, it keeps the rest of an optimizer; in one file, it leaves out weights only.
+_LEAVING = (Remedy.of("leaves out what is damaged", salvage=True),)
 
 
 def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -131,7 +133,11 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
                 Level.ERROR,
                 f"{counted(files.storages, 'storage')} of {place}, outside the weights, with wrong bytes{files.where}",
                 evidence=files.evidence or {"tensors": files.tensors[""]},
-                remedies=(files.fetching, *(dropping(context) if is_optimizer else ())),
+                remedies=(
+                    files.fetching,
+                    *(_LEAVING if files.where else ()),
+                    *(dropping(context) if is_optimizer else ()),
+                ),
                 is_accepted=is_optimizer and context.settings.drop_optimizer,
             )
 

@@ -70,6 +70,8 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     if beside := [fact for fact in damage if _is_beside(fact, checkpoint)]:
         places = {place for fact in beside for place in fact.data.get("names", (fact.place,))}
         otherwise = "at step 0" if places <= {*COMMON} else "with a new optimizer"
+        if all(fact.kind is Kind.STATES_LOST for fact in beside):
+            otherwise = "with new moments of these parameters"
         yield rule.finding(
             Level.ERROR,
             f"data other than weights is lost: the file {'; '.join(map(clause, beside))}",
@@ -104,7 +106,9 @@ def _is_beside(fact: Fact, checkpoint: Checkpoint) -> bool:
     files of which no weight is lost."""
     is_of_files = fact.kind in (Kind.SHARDS_MISSING, Kind.SHARD_UNREADABLE)
     is_named = not any(checkpoint.remarked(Kind.UNNAMED_LOSS))
-    return fact.kind in (Kind.EXTRAS_LOST, Kind.COPIES_TAKEN) or (is_of_files and is_named and not checkpoint.lost)
+    return fact.kind in (Kind.EXTRAS_LOST, Kind.STATES_LOST, Kind.COPIES_TAKEN) or (
+        is_of_files and is_named and not checkpoint.lost
+    )
 
 
 def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Defect]:

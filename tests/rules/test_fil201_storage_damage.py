@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.core.facts import Kind
 from ckptfix.reading.archives.wrapped import BESIDE_LIMIT
 from tests.checks import assert_same, bytes_of
-from tests.reading.folders.ranks.genuine import unpacked
+from tests.reading.folders.ranks.genuine import tensors_of, unpacked
 
 
 def _saved(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -222,24 +223,33 @@ def test_in_a_folder_of_ranks_the_damaged_file_is_named(
 
 
 @pytest.mark.parametrize(
-    ("sample", "file", "member"),
+    ("sample", "file", "member", "lost"),
     [
-        ("fsdp2_w4", "model_world_size_4_rank_0.pt", "data/38"),  # a step
-        ("moe_zero1_w4_ep2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "data/5"),
-        ("pipeline_pp2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "data/0"),
-        ("universal_zero2", "zero/l1.weight/exp_avg.pt", "data/0"),
-        ("zero3_w3_bf16_g2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "data/1"),
+        ("fsdp2_w4", "model_world_size_4_rank_0.pt", "data/38", None),  # a step, which the other ranks have too
+        ("moe_zero1_w4_ep2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "data/5", Kind.STATES_LOST),
+        ("pipeline_pp2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "data/0", Kind.STATES_LOST),
+        ("universal_zero2", "zero/l1.weight/exp_avg.pt", "data/0", Kind.STATES_LOST),
+        ("zero3_w3_bf16_g2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "data/1", Kind.EXTRAS_LOST),  # of all
     ],
 )
-def test_a_damaged_moment_of_a_folder_is_not_written(tmp_path: Path, sample: str, file: str, member: str) -> None:
+def test_the_state_of_a_parameter_with_a_damaged_moment_is_left_out_of_a_folder(
+    tmp_path: Path, sample: str, file: str, member: str, lost: Kind | None
+) -> None:
     saved, _ = unpacked(sample, tmp_path)
+    ckptfix.repair(saved, output=tmp_path / "whole.pth")
     (damaged,) = (found for found in saved.rglob("*.pt") if found.as_posix().endswith(f"/{file}"))
     _flipped_in(damaged, member)
-    for salvage in (False, True):
-        with pytest.raises(ckptfix.WriteError, match=rf"\(in {file}\) fails its checksum"):
-            ckptfix.repair(saved, output=tmp_path / "out.pth", salvage=salvage)
+    with pytest.raises(ckptfix.WriteError, match=rf"\(in {file}\) fails its checksum"):
+        ckptfix.repair(saved, output=tmp_path / "out.pth")
     weights = tmp_path / "out.safetensors"
     ckptfix.repair(saved, output=weights)
     assert weights.exists()
     ckptfix.repair(saved, output=tmp_path / "out.pth", drop_optimizer=True)
     assert "FIL201" not in _codes(ckptfix.check(tmp_path / "out.pth"))
+    salvaged = ckptfix.repair(saved, output=tmp_path / "rest.pth", salvage=True)
+    assert salvaged.report.exit_code == (1 if lost else 0)
+    whole, rest = (dict(tensors_of(torch.load(tmp_path / name))) for name in ("whole.pth", "rest.pth"))
+    gone = {path[2] if isinstance(path[2], str) else f"parameter {path[2]}" for path in whole.keys() - rest.keys()}
+    facts = [fact for fact in ckptfix.open_checkpoint(saved, salvage=True).damage if fact.kind is lost]
+    assert [{*fact.data.get("keys", gone)} for fact in facts] == ([gone] if lost else [])
+    assert all(bytes_of(rest[path]) == bytes_of(whole[path]) for path in rest)

@@ -403,7 +403,7 @@ class _FolderReading:
         if is_cut and location.offset >= len(outer):
             raise UnreadableError(f"{location.file} is cut short")
         content = outer.window(location.offset, min(stop, len(outer)))
-        content.shared_bounds = self.bounds
+        content.shared_bounds, content.is_verified = self.bounds, self.salvage
         if not is_zip(content):
             raise UnreadableError(
                 f"{location.file} holds no torch.save file at byte {location.offset}: it is damaged or from another "

@@ -12,7 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
+from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.decoders import FAULTS, STORED, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import Content, DeferredBytes, TornBytes, whole_bytes
@@ -53,6 +55,7 @@ class TorchArchive:
     ``nbytes`` is the size of all of it, and ``bounds`` are the limits on parsing it."""
 
     members: Collection[str]
+    is_verified = False  # whether storages that fail their checksums are torn
 
     def __init__(self, path: str, nbytes: int, bounds: Bounds) -> None:
         self.path, self.nbytes, self.bounds = path, nbytes, bounds
@@ -94,6 +97,7 @@ class Reading(Struct, dict=True):
     archive: TorchArchive
     faults: list[Fact] = field(default_factory=list)
     torn: list[Fact] = field(default_factory=list)
+    unsound: list[Fact] = field(default_factory=list)
 
     def member(self, name: str, limit: int | None = None) -> bytes:
         """Return the bytes of a member that describes the tensors. A wrong checksum is recorded as damage."""
@@ -151,7 +155,11 @@ class Reading(Struct, dict=True):
             # bytes are the storage's.
             cause = Fact.of(Kind.STORAGE_SIZE, name, there=source.nbytes, size=nbytes)
             return self._torn(key, cause, nbytes, device, source if source.nbytes < nbytes else None)
-        return Storage(key, source, device, archive.crc32(name))
+        storage = Storage(key, source, device, archive.crc32(name))
+        if archive.is_verified and not is_sound(storage):
+            self.unsound.append(Fact(Kind.MEMBER_CHECKSUM, name))
+            return replace(storage, source=TornBytes(archive.path, nbytes), crc32=None)
+        return storage
 
     def _torn(self, key: str, cause: Fact, nbytes: int, device: str, source: ByteSource | None) -> Storage:
         self.torn.append(cause)
@@ -165,7 +173,8 @@ class Reading(Struct, dict=True):
     @property
     def damage(self) -> list[Fact]:
         """The damaged members, the first few of each kind by name."""
-        return [*first_facts(self.faults, Kind.MEMBERS_DAMAGED), *first_facts(self.torn, Kind.STORAGES_LACKING)]
+        members = [*self.faults, *self.unsound]
+        return [*first_facts(members, Kind.MEMBERS_DAMAGED), *first_facts(self.torn, Kind.STORAGES_LACKING)]
 
 
 def _read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
@@ -234,6 +243,7 @@ class Archive(TorchArchive):
         self.gone: list[str] = []
         self._unpacked = Expansion(content.path)
         self._has_checksums = any(info.crc for info in members.values())
+        self.is_verified = content.is_verified
 
     def source(self, name: str) -> ByteSource:
         """Return the bytes of a member, whose position is given by its local header and checked against the file."""

@@ -133,7 +133,7 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
             "no array in it can be read as a tensor: their dtypes are not numbers, or the file is damaged",
         )
     entries, lost = split_entries(document, entries, salvage)
-    root, left_out = without_torn(document.root, path) if document.damage else (document.root, [])
+    root, left_out = without_torn(document.root, path, not lost) if document.damage else (document.root, {})
     metadata = getattr(found.get(path, value), "__dict__", {}).get("_metadata")
     specs = [spec for spec in entries.values() if isinstance(spec, TensorSpec)]
     if specs and not any(spec.has_data for spec in specs):
@@ -156,7 +156,9 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
         devices=tuple(sorted({spec.storage.device for spec in everything if spec.storage is not None} - {"cpu"})),
         producer=document.producer,
         candidates=tuple(
-            one for one in plausible(ranked) if not any(one.path[: len(gone)] == gone for gone in left_out)
+            one
+            for one in plausible(ranked)
+            if not any(one.path[: len(gone)] == gone for gone, states in left_out.items() if not states)
         ),
         remarks=(
             *document.remarks,
@@ -167,7 +169,7 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
             *(_unread(document.root, path, ranked, found) if may_be_unread else ()),
             *(_averages_in_lists(document.root, path, value) if weights is None else ()),
         ),
-        damage=(*document.damage, *(Fact(Kind.EXTRAS_LOST, path_name(name)) for name in left_out)),
+        damage=(*document.damage, *(_lost_at(*each) for each in left_out.items())),
         lost=lost,
         copies=document.copies,
         reader=LazyTensors(),
@@ -175,6 +177,11 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
     if picked is None:
         return checkpoint
     return replace(checkpoint, picked={key: name for key, name in picked.items() if key in entries})
+
+
+def _lost_at(path: ContainerPath, states: tuple[str, ...]) -> Fact:
+    place = path_name(path)
+    return Fact.of(Kind.STATES_LOST, place, keys=states) if states else Fact(Kind.EXTRAS_LOST, place)
 
 
 def _holds_figures(root: Any, found: Mapping[ContainerPath, Mapping[Any, Any]]) -> bool:

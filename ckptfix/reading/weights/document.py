@@ -104,35 +104,52 @@ def share_text(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None]) 
     return f" ({100 * kept / (kept + gone):.3g} % of the numbers)" if kept + gone else ""
 
 
-def without_torn(root: Any, container: ContainerPath) -> tuple[Any, list[ContainerPath]]:
+def without_torn(
+    root: Any, container: ContainerPath, keeps_states: bool
+) -> tuple[Any, dict[ContainerPath, tuple[str, ...]]]:
     """Return the container without members beside the weights that contain lost tensors, and the paths of these.
 
-    Members are removed from dicts and replaced by None in lists. The state_dict at path ``container`` is not
-    changed."""
-    left_out: list[ContainerPath] = []
+    Members are removed from dicts and replaced by None in lists. If ``keeps_states``, an optimizer keeps the states of
+    the parameters that have lost nothing; the others are listed with its path. The state_dict at path ``container`` is
+    not changed."""
+    left_out: dict[ContainerPath, tuple[str, ...]] = {}
 
-    def is_lost(child: Any, path: ContainerPath) -> bool:
-        if is_torn_inside := _has_torn(child):
-            left_out.append(path)
-        return is_torn_inside
+    def kept(child: Any, path: ContainerPath) -> Any:
+        if not _has_torn(child):
+            return child
+        rest, lost = _without_states(child) if keeps_states else (None, ())
+        left_out[path] = lost if rest is not None else ()
+        return _LOST if rest is None else rest
 
     def pruned(value: Any, path: ContainerPath) -> Any:
         if path == container or not isinstance(value, (dict, list, tuple)):
             return value
         step = container[len(path)]
-        if isinstance(value, dict):
-            pairs = [
-                (key, pruned(child, (*path, step)) if key == step else child)
-                for key, child in value.items()
-                if key == step or not is_lost(child, (*path, key))
-            ]
-            return OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)
-        return [
-            pruned(child, (*path, step)) if at == step else None if is_lost(child, (*path, at)) else child
-            for at, child in enumerate(value)
-        ]
+        members = value.items() if isinstance(value, dict) else enumerate(value)
+        made = {
+            key: pruned(child, (*path, step)) if key == step else kept(child, (*path, key)) for key, child in members
+        }
+        if not isinstance(value, dict):
+            return [None if child is _LOST else child for child in made.values()]
+        whole = {key: child for key, child in made.items() if child is not _LOST}
+        return OrderedDict(whole) if isinstance(value, OrderedDict) else whole
 
     return pruned(root, ()), left_out
+
+
+_LOST = object()
+
+
+def _without_states(optimizer: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return an optimizer's state_dict without the states that have lost tensors, and the names or numbers of their
+    parameters; None if no state is whole. torch's optimizers begin such states anew."""
+    states = optimizer.get("state") if isinstance(optimizer, dict) and "param_groups" in optimizer else None
+    states = states if isinstance(states, dict) else {}
+    whole = {key: state for key, state in states.items() if not _has_torn(state)}
+    rest = {**optimizer, "state": whole} if whole else None
+    if rest is None or _has_torn(rest):
+        return None, ()
+    return rest, tuple(key if isinstance(key, str) else f"parameter {key}" for key in states if key not in whole)
 
 
 def _has_torn(value: Any) -> bool:

@@ -250,6 +250,7 @@ class RankFiles:
             self._home = self._home or file
             found = file_inside(self.folder, self.name(file), str(self._home))
             self._opened = file, Content.of_file(str(found))
+            self._opened[1].is_verified = self.salvage
             self._saved_as[file] = _saved_as(self._opened[1])
         return self._opened[1]
 

@@ -631,3 +631,18 @@ def test_a_rank_with_a_damaged_pickle_counts_as_missing(tmp_path: Path, rank: in
     got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
     assert list(got) == list(truth["model"])
     assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth["model"].items())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_intact_replica_is_taken_instead_of_a_damaged_one(tmp_path: Path, rank: int) -> None:
+    folder, truth = saved(tmp_path, "hsdp_w4")
+    file = rank_file(folder, rank)
+    leaf = read_document(Content.of_file(str(file))).root["model"]["emb.weight"]
+    ((_, part),) = divided(leaf, {}).parts
+    assert part.storage is not None
+    flip(file, bytes(part.storage.source.read(0, part.storage.nbytes)))
+    found = ckptfix.open_checkpoint(folder, salvage=True)
+    (fact,) = found.damage
+    assert (fact.kind, fact.place) == (Kind.SHARD_DAMAGED, f"rank_{rank}.pt")
+    got = found.state_dict()
+    assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth["model"].items())
