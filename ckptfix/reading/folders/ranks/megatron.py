@@ -52,7 +52,7 @@ _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bi
 # All experts of a rank in one tensor.
 _GROUPED = re.compile(r".*\.experts\.linear_fc[12]\.(weight|bias)")
 # The arguments with which the gates of a module alternate with its other rows.
-_INTERLEAVED = {"experts": "moe_mlp_glu_interleave_size", "shared_experts": "moe_shared_expert_glu_interleave_size"}
+INTERLEAVED = {"experts": "moe_mlp_glu_interleave_size", "shared_experts": "moe_shared_expert_glu_interleave_size"}
 # In multi-head latent attention. Transformer Engine has a copy on each rank, Megatron's own layers split it.
 _DOWN = re.compile(r"((?:.*\.)?linear_\w+_)down_proj\.weight")
 _QKV = re.compile(r".*\.(?:query_key_value|linear_qkv)\.(?:weight|bias)")
@@ -391,7 +391,7 @@ class _Joined:
     ) -> Iterator[tuple[tuple[str, ...], Any]]:
         named = [{".".join(path): entry for path, entry in state.items()} for state in states]
         paths = {".".join(path): path for state in states for path in state}
-        interleaved = [part for part, argument in _INTERLEAVED.items() if args.get(argument)]
+        interleaved = [part for part, argument in INTERLEAVED.items() if args.get(argument)]
         for name, entry in self.joining.join(named, splits_of(named[0], interleaved=interleaved)):
             yield paths[name], entry
 
@@ -552,6 +552,7 @@ def may_drift(root: Any) -> bool:
 def whole_arguments(args: Any) -> Any:
     """Return the arguments of the training with the sizes of parallelism set to 1."""
     known = {f"{kind}_model_parallel_size": 1 for kind in ("tensor", "pipeline", "expert")}
+    known["expert_tensor_parallel_size"] = 1
     known["virtual_pipeline_model_parallel_size"] = None  # type: ignore[assignment]  # as Megatron has it
     if isinstance(args, Opaque) and isinstance(args.state, dict):
         changed = {key: known.get(key, value) for key, value in args.state.items()}

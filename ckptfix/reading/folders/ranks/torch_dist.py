@@ -15,12 +15,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.parts import box_at
+from ckptfix.core.parts import box_at, full
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.errors import UnreadableError
+from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import merge_parts
 from ckptfix.reading.folders.ranks import mixers
-from ckptfix.reading.folders.ranks.megatron import arguments_of, whole_arguments
+from ckptfix.reading.folders.ranks.files import MOST_RANKS
+from ckptfix.reading.folders.ranks.megatron import INTERLEAVED, arguments_of, whole_arguments
 
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 # Moments and masters by name, and the empty extra states of layers in a folder of torch_dist.
@@ -29,6 +31,9 @@ _NOTHING = re.compile(r"_extra_state/shard_[\d.]+_[\d.]+$")  # with a second num
 # Masters and moments in unnamed buckets (`dp_reshardable`), with uninitialised memory between them.
 _BUCKETS = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed)\..+")
 _BESIDE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
+_GATED = re.compile(r".*\.(experts|shared_experts)(?:\.\d+)?\.linear_fc1\.(weight|bias)")
+# The arguments with the number of ranks that split these experts.
+_RANKS = {"experts": "expert_tensor_parallel_size", "shared_experts": "tensor_model_parallel_size"}
 _MOST_PARTS = 1 << 12  # parts into which ranks may split a weight
 
 
@@ -60,8 +65,9 @@ def converted(
         field: {name: _unflattened(name, spec, model.get(name)) for name, spec in unstacked(found, layers).items()}
         for field, found in fields.items()
     }
-    model = OrderedDict(mixers.rejoined(model))
-    fields = {field: mixers.rejoined(found) for field, found in fields.items()}
+    args = arguments_of(common)
+    model = OrderedDict(_with_blocks(mixers.rejoined(model), args))
+    fields = {field: _with_blocks(mixers.rejoined(found), args) for field, found in fields.items()}
     named = [(field, name, spec) for field, found in fields.items() for name, spec in found.items()]
     if not named or any(name not in model or spec.shape != model[name].shape for _, name, spec in named):
         moments = {key: value for key, value in root.items() if key in held and key not in weights}
@@ -74,6 +80,35 @@ def converted(
             state.setdefault(name, {})[field] = spec
     model.update(masters)
     return {"model": model, **rest, "optimizer": _by_name(state, rest.get("optimizer"))}, copies, left_out
+
+
+def _with_blocks(entries: Mapping[Any, Any], args: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return tensors by name, with the rows of experts in the order of the ranks if gates are in blocks of them.
+
+    Megatron saves the first half of each rank's rows before the second halves, as it does with gates that are a half.
+    It loads blocks in the right order only on as many ranks as saved them."""
+    made = dict(entries)
+    for name, spec in entries.items():
+        match = _GATED.fullmatch(name) if isinstance(name, str) and isinstance(spec, TensorSpec) else None
+        ranks = args.get(_RANKS[match[1]]) if match and args.get(INTERLEAVED[match[1]]) else 1
+        axis = len(spec.shape) - (2 if match[2] == "weight" else 1) if match else 0
+        if (
+            type(ranks) is not int
+            or not 1 < ranks <= MOST_RANKS
+            or axis < 0
+            or spec.shape[axis] % (2 * ranks)
+            or not spec.numel
+        ):
+            continue
+        rows = spec.shape[axis] // (2 * ranks)
+        front, back = full(spec.shape[:axis]), full(spec.shape[axis + 1 :])
+        boxes = [(*front, (start, start + rows), *back) for start in range(0, spec.shape[axis], rows)]
+        copies = {
+            boxes[2 * rank + half]: [boxed(spec, boxes[half * ranks + rank])]
+            for rank, half in product(range(ranks), range(2))
+        }
+        made[name] = merge_parts(name, spec.dtype, spec.shape, copies, name)
+    return made
 
 
 def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> TensorSpec:

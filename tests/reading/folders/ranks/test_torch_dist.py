@@ -199,3 +199,33 @@ def test_groups_that_are_none_are_not_taken(tmp_path: Path, groups: Any) -> None
     write_torch_dist(tmp_path, groups)
     root: Any = ckptfix.open_checkpoint(tmp_path).root
     assert root["optimizer"].keys() == {"state"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("module", ["experts.experts", "shared_experts"])
+def test_gates_in_blocks_are_in_the_order_of_the_ranks(tmp_path: Path, module: str, ranks: int) -> None:
+    """Megatron splits the rows of each rank into halves, whose order is right on as many ranks only."""
+    is_shared = module == "shared_experts"
+    args = {
+        "moe_shared_expert_glu_interleave_size" if is_shared else "moe_mlp_glu_interleave_size": 2,
+        "tensor_model_parallel_size": ranks if is_shared else 8,
+        "expert_tensor_parallel_size": 8 if is_shared else ranks,
+    }
+    experts = () if is_shared else (3,)
+    wanted, saved = {}, {"output_layer.weight": torch.randn(VOCABULARY, HIDDEN)}
+    for name, shape in {"weight": (2 * FFN, HIDDEN), "bias": (2 * FFN,)}.items():
+        key = f"decoder.layers.0.mlp.{module}.linear_fc1.{name}"
+        whole = torch.randn(*experts, *shape)
+        halves = [part.chunk(2, len(experts)) for part in whole.chunk(ranks, len(experts))]
+        wanted[key] = whole
+        saved[key] = torch.cat([*(first for first, _ in halves), *(second for _, second in halves)], len(experts))
+    moments = {f"optimizer.state.exp_avg.{key}": value + 1 for key, value in saved.items()}
+    save_dcp({**saved, **moments}, checkpoint_id=tmp_path)
+    torch.save({"args": Namespace(**args), "iteration": 3}, tmp_path / "common.pt")
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    root: Any = checkpoint.root
+    for key, value in wanted.items():
+        assert bytes_of(checkpoint.read(key)) == bytes_of(value)
+        assert bytes(row_major_bytes(root["optimizer"]["state"][key]["exp_avg"], "")) == bytes_of(value + 1)
+    assert root["args"].attributes["expert_tensor_parallel_size"] == 1
