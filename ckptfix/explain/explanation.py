@@ -16,7 +16,7 @@ from ckptfix.core.config import parse_toml
 from ckptfix.errors import one_line
 from ckptfix.explain.advice import MERGE, Advice, Cause, MessageContext, Requirement, filled, filled_advice
 from ckptfix.explain.fit import read_fit
-from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages
+from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, folder_name, messages
 
 # Characters: a match this near the start is shown from the start; those shown around a match; the most shown.
 _NEAR, _AROUND, _LONGEST = 100, 60, 160
@@ -156,17 +156,31 @@ def explain(text: str, subject: MessageContext | None = None) -> Explanation | N
     if one was raised from the other, and the later one if it was raised while the first was handled, unless only the
     first is known."""
     subject = subject or MessageContext()
-    if subject.file is None:
+    is_given = subject.file is not None
+    if not is_given:
         subject = replace(subject, file=file_name(text))
     parts = messages(text)
     known = [(number, recognise(message)) for number, message in enumerate(parts)]
     chosen = _choose(parts, {number: found for number, found in known if found})
+    if parts and not is_given:
+        subject = _with_folder(subject, parts[-1 if chosen is None else chosen])
     if chosen is None or known[chosen][1][0][0].general:
         by_frames = _by_frames(text, parts, subject, by_file=chosen is None and subject.file is not None)
         if chosen is None or by_frames is not None:
             return by_frames
     others = tuple(dict.fromkeys(record.name for number, found in known for record, _ in found if number != chosen))
     return _explanation(parts[chosen], known[chosen][1], _place_in_chain(parts, chosen), others, subject)
+
+
+def _with_folder(subject: MessageContext, message: Message) -> MessageContext:
+    """Return the subject with the folder of a save that a message names, also as its file if it names none."""
+    folder = folder_name("\n".join(message.lines))
+    if folder is None:
+        return subject
+    if subject.file not in (None, folder):
+        return replace(subject, folder=folder)
+    code = f"ckptfix.open_checkpoint({json.dumps(folder, ensure_ascii=False)}).state_dict()"
+    return replace(subject, folder=folder, file=folder, code=code)
 
 
 def _by_frames(text: str, parts: list[Message], subject: MessageContext, by_file: bool) -> Explanation | None:

@@ -16,7 +16,7 @@ from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target
 from ckptfix.core.wording import KEEP_STATISTICS
 from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
-from ckptfix.explain.advice import Advice, Cause, Requirement
+from ckptfix.explain.advice import MERGE, Advice, Cause, Requirement
 from ckptfix.explain.mismatch import Mismatch, read_mismatch
 from ckptfix.explain.shapes import advice_on_shapes, shape_causes
 from ckptfix.explain.text import Message
@@ -329,10 +329,13 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
     if any(map(_OF_FSDP.search, (*mismatch.unexpected, *mismatch.shapes))) or any(
         0 in stored for stored, _ in mismatch.shapes.values()
     ):
-        merge = "ckptfix repair {FOLDER} --model {MODEL} -o model.pth"
-        yield Advice(
-            "puts the ranks together, with the files of all of them in one folder", merge, needs=Requirement.RANKS
-        )
+        together = "puts the ranks together, with the files of all of them in one folder"
+        with_shapes = "ckptfix repair {FOLDER} --model {MODEL} -o model.pth"
+        if any(map(_OF_FSDP.search, (*mismatch.unexpected, *mismatch.shapes))):
+            yield Advice(together, with_shapes, needs=Requirement.RANKS)
+        else:
+            yield Advice(together, MERGE)
+            yield Advice("does the same for FSDP's files without whole shapes", with_shapes, needs=Requirement.RANKS)
         yield Advice(
             "The training itself can save whole weights: FULL_STATE_DICT of FSDP,"
             " stage3_gather_16bit_weights_on_model_save of ZeRO-3."

@@ -10,6 +10,8 @@ from functools import cached_property
 
 from msgspec import Struct
 
+from ckptfix.reading.folders.ranks.names import POINTERS, RANK_NAMES
+
 LONGEST = 2_000_000  # characters examined, from the end of a log, where the error is
 
 # Characters of a message, which may list ten thousand keys, and of the end of a log without a traceback.
@@ -206,3 +208,49 @@ def file_name(text: str) -> str | None:
         if names:
             return names.pop() if len(names) == 1 else None
     return None
+
+
+# Quoted words, in which repr() escapes a quotation mark; a tag of DeepSpeed is no path.
+_QUOTED = re.compile(r"""(?<![\w=])(["'`])((?:\\(?=['"])['"]|(?!\1)[^\n\r]){1,300})\1(?!\w)""")
+_BARE = re.compile(r"[^\s'\"`()\[\]{}<>,;|=]{1,300}")
+_SAVE = re.compile(r"global_?step_?\d+|checkpoint-\d+|iter_\d{7}|step-\d+")  # the names that programs give to a save
+_OF_DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+_OF_SAVES = re.compile(r".*\.(?:pth?|bin|ckpt|safetensors|distcp|metadata)")  # no logs and scripts with a rank's number
+
+
+def folder_name(text: str) -> str | None:
+    """Return the folder of a save that a text names, or that has the rank's file which it names; None unless it is
+    exactly one. Of a folder and one inside it, the inner one is returned."""
+    quoted = [match[2].replace("\\'", "'") for match in _QUOTED.finditer(text)]
+    bare = [match[0].rstrip(".:") for match in _BARE.finditer(_QUOTED.sub(" ", text))]
+    paths = [path for path in (*quoted, *bare) if not (_IS_NO_FILE.search(path) or _is_absent(path, text))]
+    found = {folder for path in paths if (folder := _folder_of_save(path))}
+    inner = [one for one in found if not any(other.startswith(f"{one}/") for other in found)]
+    return inner[0] if len(inner) == 1 else None
+
+
+def _is_absent(path: str, text: str) -> bool:
+    """Return whether the text says that there is no such path; of a file, its folder may be there."""
+    if _SAVE.fullmatch(re.split(r"[/\\]", path.rstrip("/\\"))[-1]) is None:
+        return False
+    before, after = r"(?:not found at|no such file or directory:) ['\"]?", r"['\"]? (?:does not|doesn't) exist"
+    word = re.escape(path)
+    return re.search(rf"{before}{word}|{word}{after}", text, re.IGNORECASE) is not None
+
+
+def _folder_of_save(path: str) -> str | None:
+    """Return the folder of a path to it, to a file of a rank or to a file that names a save; None if it is neither.
+    A single word may be a tag or a name, and is not taken for a path."""
+    parts = re.split(r"[/\\]", path.rstrip("/\\"))
+    name = parts[-1]
+    depth = 0 if _SAVE.fullmatch(name) else None
+    if name in POINTERS or _OF_DCP.fullmatch(name):
+        depth = 1
+    elif _OF_SAVES.fullmatch(name):
+        for kind in RANK_NAMES:
+            if kind.files.fullmatch("/".join(parts[-kind.depth :])):
+                depth = kind.depth
+                break
+    if depth is None or len(parts) <= max(depth, 1):
+        return None
+    return path.rstrip("/\\")[: len("/".join(parts[: len(parts) - depth]))] or None

@@ -95,6 +95,38 @@ def test_a_folder_of_a_training_run_is_merged_first(tmp_path, kind):
         assert run_here(*shlex.split(first)[1:], cwd=tmp_path).returncode == 0
 
 
+NAMING_FOLDERS = {
+    "zero2_w2_bf16_g2": "FileNotFoundError: can't find *_optim_states.pt files in directory {!r}",
+    "zero3_w2_fp32_g1": "ValueError: Unable to find 'latest' file at {}/latest",
+    "universal_zero2": "OSError: Error no file named model.safetensors found in directory {!r}.",
+    "megatron_tp2pp2": "ValueError: Unrecognized checkpoint format at {!r}",
+    "fsdp2_w4": "FileNotFoundError: [Errno 2] No such file or directory: {!r}.",
+    "megatron_dist_tp2pp2": "CheckpointingException: {} is not a distributed checkpoint",
+}
+
+
+@pytest.mark.parametrize("kind", NAMING_FOLDERS)
+@pytest.mark.parametrize("around", ["out", "it's tag='a' $x"])
+def test_commands_with_the_folder_that_a_message_names(tmp_path, kind, around):
+    """Each works when pasted, whatever the folder is called; one of a file that is missing names the file's folder."""
+    saved, _ = unpacked(kind, tmp_path)
+    (tmp_path / around).mkdir()
+    folder = f"{around}/checkpoint-500"
+    saved.rename(tmp_path / folder)
+    named = f"{folder}/model_world_size_4_rank_9.pt" if kind == "fsdp2_w4" else folder
+    text = NAMING_FOLDERS[kind].format(named)
+    if " " in around and "{!r}" not in NAMING_FOLDERS[kind]:
+        pytest.skip("an unquoted path ends at a blank")
+    done = run_here("explain", text, "--output-format", "json", cwd=tmp_path)
+    commands = [each["command"] for each in json.loads(done.stdout)["advice"] if each["command"]]
+    assert any(folder in shlex.split(command) for command in commands)
+    for line in commands:
+        assert "FOLDER" not in line
+        _, verb, *words = shlex.split(line)
+        assert run_here(verb, *words, cwd=tmp_path).returncode in ((0, 1) if verb == "check" else (0,)), line
+        (tmp_path / "model.pth").unlink(missing_ok=True)
+
+
 def test_of_ranks_that_cannot_be_merged_the_defect_is_reported(tmp_path):
     saved, _ = unpacked("zero3_w2_fp32_g1", tmp_path)
     one, other = sorted(saved.glob("*/*optim_states.pt"))

@@ -249,7 +249,7 @@ def test_a_known_folder_is_in_the_commands():
     text = (
         "Unable to find latest file at ./x/latest, if trying to load latest checkpoint please ensure this file exists"
     )
-    for subject, name in ((None, "FOLDER"), (MessageContext("my run", folder="my run"), "'my run'")):
+    for subject, name in ((None, "./x"), (MessageContext("my run", folder="my run"), "'my run'")):
         explanation = explain(text, subject)
         assert explanation is not None
         assert f"ckptfix repair {name} -o model.pth" in [advice.command for advice in explanation.advice]

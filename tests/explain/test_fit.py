@@ -219,6 +219,18 @@ def test_only_computed_buffers_may_stay_as_the_model_made_them(message: str, is_
     assert ("strict=False does not help" in said) is (not is_right and "fc.weight" in message)
 
 
+def test_weights_without_elements_are_in_the_files_of_the_ranks():
+    said = (
+        "size mismatch for a.weight: copying a param with shape torch.Size([0]) from checkpoint, the shape in current"
+    )
+    (message,) = messages(
+        f"RuntimeError: Error(s) in loading state_dict for Net:\n\t{said} model is torch.Size([4, 2])."
+    )
+    commands = [each.command for each in read_fit(message)[1] if each.command]
+    assert commands[0] == "ckptfix repair {FOLDER} -o model.pth"  # ZeRO's files say the shapes
+    assert not any("--fill" in command or "--adapt" in command for command in commands)
+
+
 def test_ranks_of_fsdp_are_put_together():
     (flat,) = messages(text(["pos_embed"], ["_flat_param"]))
     assert [advice.command for advice in read_fit(flat)[1] if advice.command] == [

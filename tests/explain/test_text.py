@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.explain import explain
-from ckptfix.explain.text import Relation, clean, file_name, messages
+from ckptfix.explain.text import Relation, clean, file_name, folder_name, messages
 
 KEYS = 'Missing key(s) in state_dict: "conv1.weight", "fc.bias". '
 
@@ -350,6 +350,35 @@ def test_the_parts_of_a_chain():
 )
 def test_the_file_that_a_text_names(text: str, name: str | None):
     assert file_name(text) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("see https://example.com/a/checkpoint-500", None),
+        ("load_checkpoint(folder, tag='global_step10')", None),  # a tag is no path
+        ("loading global_step10", None),
+        ("'logs/worker_rank_3.log'", None),
+        ('  File "/a/rank_3.py", line 3', None),
+        ("a/checkpoint-1 and b/checkpoint-2", None),
+        ("Directory 'out/global_step10' doesn't exist", None),
+        ("--checkpoint.load_step=1000 not found at outputs/step-1000", None),
+        ("No such file or directory: 'out/checkpoint-500'", None),
+        ("can't find *_optim_states.pt files in directory 'out/global_step10'", "out/global_step10"),
+        ("Unable to find 'latest' file at out/checkpoint-500/latest", "out/checkpoint-500"),
+        ("No such file or directory: 'out/global_step10/mp_rank_00_model_states.pt'", "out/global_step10"),
+        ("No such file or directory: 'it/iter_0000100/mp_rank_01_003/model_optim_rng.pt'", "it/iter_0000100"),
+        ("[Errno 2] No such file or directory: 'out/step 7/__3_0.distcp'", "out/step 7"),
+        ("no file named a.bin, b.bin found in directory out/checkpoint-500.", "out/checkpoint-500"),
+        ("ckpt/iter_0001000 is not a distributed checkpoint", "ckpt/iter_0001000"),
+        ("read out/latest, then out/global_step3/", "out/global_step3"),
+        (r"C:\runs\checkpoint-500 is empty", r"C:\runs\checkpoint-500"),
+        (r"""'it\'s "x"/global_step10'""", """it's "x"/global_step10"""),
+        ("\"lr=1,tag='a b'/global_step10/mp_rank_00_model_states.pt\"", "lr=1,tag='a b'/global_step10"),
+    ],
+)
+def test_the_folder_that_a_text_names(text: str, name: str | None):
+    assert folder_name(text) == name
 
 
 @given(st.text(max_size=300))
