@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from ckptfix.values.scan import kernel
 from tests.cli.programs import environment
+from tests.reading.folders.ranks.test_fsdp import dtensor
 
 PROGRAM = """
 import sys
@@ -141,6 +142,14 @@ def test_a_repair_loads_no_openssl(folder: Path):
     modules = imported("repair", "a.pth", "-o", "repaired.pth", cwd=folder)
     assert (folder / "repaired.pth").exists()
     assert within(modules, ["_hashlib", "secrets", "random"]) == []
+
+
+def test_ranks_load_no_openssl(tmp_path: Path):
+    for rank in range(2):
+        torch.save({"w": dtensor(rank, torch.arange(4.0))}, tmp_path / f"rank_{rank}.pt")
+    modules = imported("check", "--no-values", str(tmp_path), cwd=tmp_path)
+    assert "ckptfix.reading.folders.ranks.fsdp" in modules
+    assert within(modules, [*SLOW, "_hashlib"]) == []
 
 
 @pytest.mark.skipif(kernel() is None, reason="the kernel adds the products")

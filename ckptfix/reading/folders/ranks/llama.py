@@ -11,7 +11,6 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -123,6 +122,8 @@ def folder_of(file: Path) -> Path | None:
 
 def _shapes(state: Mapping[Any, Any]) -> str:
     """Return a fingerprint of the names, dtypes and shapes of tensors, which are the same on all ranks."""
+    from hashlib import blake2b  # loads OpenSSL, which a first answer does not need
+
     specs = {str(key): (spec.dtype, spec.shape) for key, spec in state.items() if isinstance(spec, TensorSpec)}
     return blake2b(repr(sorted(specs.items())).encode(), digest_size=16).hexdigest()
 
