@@ -177,7 +177,7 @@ class RunRank(Struct):
     @classmethod
     def of(cls, rank: int, own: _Pickle, leaves: RankLeaves, groups: list[Any]) -> RunRank | None:
         """Return a rank to compare others with; None if the parts of its tensors are not found in its pickle."""
-        data = _of_first_device(own.data)
+        data = _of_first_device(own.data, _device(own.data))
         pattern = re.compile(rb"|".join((*_of_shards(data), _PLACE)), re.DOTALL)
         found = list(pattern.finditer(data))
         stops, starts = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(data)]
@@ -195,7 +195,7 @@ class RunRank(Struct):
 
     def moved(self, own: _Pickle) -> AlikeRank | None:
         """Return another rank if its pickle equals this one except for its place; None otherwise."""
-        if not own.has_members_of(self.archives[0]) or (places := self._places(_of_first_device(own.data))) is None:
+        if not own.has_members_of(self.archives[0]) or (places := self._places(own.data)) is None:
             return None
         every = (leaf for leaves in (self.spread.items(), self.rest) for _, leaf in leaves)
         is_on_mesh = any(isinstance(leaf, Divided) and leaf.splits for leaf in every)
@@ -222,9 +222,9 @@ class RunRank(Struct):
 
     def _places(self, data: bytes) -> _MeshPlaces | None:
         """Return the places in a pickle; None if it differs in anything else."""
-        found, at = [], 0
+        found, at, device = [], 0, _device(data)
         for start, stop in self.between[:-1]:
-            if not self._has_equal(data, at, start, stop):
+            if not self._has_equal(data, device, at, start, stop):
                 return None
             if (match := self.pattern.match(data, at + stop - start)) is None:
                 return None
@@ -232,13 +232,18 @@ class RunRank(Struct):
             at = match.end()
         places = _MeshPlaces.of(found)
         start, stop = self.between[-1]
-        is_end = len(data) - at == stop - start and self._has_equal(data, at, start, stop)
+        is_end = len(data) - at == stop - start and self._has_equal(data, device, at, start, stop)
         return places if is_end and places.sizes == self.sizes else None
 
-    def _has_equal(self, data: bytes, at: int, start: int, stop: int) -> bool:
+    def _has_equal(self, data: bytes, device: bytes, at: int, start: int, stop: int) -> bool:
         """Return whether a pickle has at position ``at`` the bytes ``start`` to ``stop`` of this one."""
-        blocks = ((place, min(place + _COMPARED, stop)) for place in range(start, stop, _COMPARED))
-        return all(data.startswith(bytes(self.pickle.read(first, last)), at + first - start) for first, last in blocks)
+        for first in range(start, stop, _COMPARED):
+            last, place = min(first + _COMPARED, stop), at + first - start
+            wide = max(place - len(device), 0)  # a device may be at the edge of a block
+            theirs = _of_first_device(data[wide : place + last - first + len(device)], device)
+            if theirs[place - wide :][: last - first] != self.pickle.read(first, last):
+                return False
+        return True
 
 
 class AlikeRank(Struct):
@@ -304,10 +309,15 @@ class AlikeRank(Struct):
         return made
 
 
-def _of_first_device(data: bytes) -> bytes:
-    """Return a pickle with ``:0`` in place of the number of the GPU, which is written for every storage."""
+def _device(data: bytes) -> bytes:
+    """Return the name of the GPU in a pickle, as it is written for every storage; empty for the CPU and number 0."""
     found = re.search(rb"X[\5\6]\0\0\0" + _DEVICE + rb":\d", data, re.DOTALL)
-    return data if found is None else data.replace(found[0], found[0][:-1] + b"0")
+    return b"" if found is None or found[0].endswith(b"0") else found[0]
+
+
+def _of_first_device(data: bytes, device: bytes) -> bytes:
+    """Return (a part of) a pickle with ``:0`` in place of the number of the GPU ``device``."""
+    return data.replace(device, device[:-1] + b"0") if device else data
 
 
 def _of_shards(data: bytes) -> tuple[bytes, ...]:
