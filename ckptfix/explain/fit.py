@@ -417,7 +417,7 @@ def _code_for_wrappers(findings: Mapping[str, Finding], mismatch: Mismatch) -> I
         yield Advice(
             "saves a compiled model without the wrapper", code="torch.save(model._orig_mod.state_dict(), path)"
         )
-    elif any("_fsdp_wrapped_module" in key for key in mismatch.missing):
+    elif any("_fsdp_wrapped_module" in key or _OF_FSDP.search(key) for key in mismatch.missing):
         yield Advice(
             "loads the whole weights into a model inside FSDP; or load them before it is wrapped",
             code="with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT): model.load_state_dict(state_dict)",

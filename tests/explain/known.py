@@ -661,6 +661,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "sharded-checkpoint": (
         "ValueError: zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero checkpoint",
+        "ValueError: unknown zero stage 1",
         "_pickle.UnpicklingError: Weights only load failed. ``torch.distributed.tensor`` must be imported to"
         " load DTensors",
         "ValueError: consumed 10 numels out of 20 - something is wrong",
@@ -779,6 +780,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AssertionError: Required universal_checkpoint_info state is missing in checkpoint. Verify that client"
         " creates this state.",
         "FileNotFoundError: can't find ZeRO Stage 3 model state files in directory 'ckpt/global_step10'",
+        "KeyError: 'universal_checkpoint_info'",
         "AssertionError: zero/optimizer_state.pt containing optimizer global state is missing! Cannot proceed.",
         "RuntimeError: AutoEP metadata is missing from checkpoint. Cannot consolidate expert files without"
         " ds_autoep_layers metadata.",
@@ -865,6 +867,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "FileNotFoundError: [Errno 2] No such file or directory: 'ckpt/latest_checkpointed_iteration.txt'",
         "ValueError: could not find the metadata file ckpt/glm-130b-sat/49300/latest, please check --load",
     ),
+    "no-pre-sharded-files": (),
     "no-files-of-llama": ("AssertionError: Checkpoint directory 'Meta-Llama-3-8B' does not exist.",),
     "parts-of-llama": ("AssertionError: Loading a checkpoint for MP=2 but world size is 1",),
     "no-files-of-zero": (

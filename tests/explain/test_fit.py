@@ -259,6 +259,7 @@ def sized(key: str, stored: str, wanted: str) -> str:
         pytest.param(
             text(["_fsdp_wrapped_module.fc.weight"], ["fc.weight"]), "StateDictType.FULL_STATE_DICT", id="model in FSDP"
         ),
+        pytest.param(text(["_flat_param"], ["fc.weight"]), "StateDictType.FULL_STATE_DICT", id="flat model in FSDP"),
         pytest.param(
             text(None, None, sized("wte.weight", "0", "5, 8")),
             "ckptfix repair {FOLDER} --model",
