@@ -214,6 +214,7 @@ def file_name(text: str) -> str | None:
 _QUOTED = re.compile(r"""(?<![\w=])(["'`])((?:\\(?=['"])['"]|(?!\1)[^\n\r]){1,300})\1(?!\w)""")
 _BARE = re.compile(r"[^\s'\"`()\[\]{}<>,;|=]{1,300}")
 _SAVE = re.compile(r"global_?step_?\d+|checkpoint-\d+|iter_\d{7}|step-\d+")  # the names that programs give to a save
+_MOST_FOLDERS = 10  # of one save, with those around it
 _OF_DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 _OF_SAVES = re.compile(r".*\.(?:pth?|bin|ckpt|safetensors|distcp|metadata)")  # no logs and scripts with a rank's number
 
@@ -223,19 +224,19 @@ def folder_name(text: str) -> str | None:
     exactly one. Of a folder and one inside it, the inner one is returned."""
     quoted = [match[2].replace("\\'", "'") for match in _QUOTED.finditer(text)]
     bare = [match[0].rstrip(".:") for match in _BARE.finditer(_QUOTED.sub(" ", text))]
-    paths = [path for path in (*quoted, *bare) if not (_IS_NO_FILE.search(path) or _is_absent(path, text))]
+    paths = {path for path in (*quoted, *bare) if not _IS_NO_FILE.search(path)}
     found = {folder for path in paths if (folder := _folder_of_save(path))}
+    if len(found) > _MOST_FOLDERS:
+        return None
     inner = [one for one in found if not any(other.startswith(f"{one}/") for other in found)]
-    return inner[0] if len(inner) == 1 else None
+    return inner[0] if len(inner) == 1 and not _is_absent(inner[0], text) else None
 
 
-def _is_absent(path: str, text: str) -> bool:
-    """Return whether the text says that there is no such path; of a file, its folder may be there."""
-    if _SAVE.fullmatch(re.split(r"[/\\]", path.rstrip("/\\"))[-1]) is None:
-        return False
-    before, after = r"(?:not found at|no such file or directory:) ['\"]?", r"['\"]? (?:does not|doesn't) exist"
-    word = re.escape(path)
-    return re.search(rf"{before}{word}|{word}{after}", text, re.IGNORECASE) is not None
+def _is_absent(folder: str, text: str) -> bool:
+    """Return whether the text says that there is no such folder."""
+    word, end = re.escape(folder), r"[/\\]?['\"]?(?![\w/\\])"
+    before, after = r"(?:not found at|no such file or directory:) ['\"]?", r" (?:does not|doesn't) exist"
+    return re.search(rf"{before}{word}{end}|{word}{end}{after}", text, re.IGNORECASE) is not None
 
 
 def _folder_of_save(path: str) -> str | None:

@@ -381,6 +381,14 @@ def test_the_folder_that_a_text_names(text: str, name: str | None):
     assert folder_name(text) == name
 
 
+@pytest.mark.parametrize("line", ["out/run/checkpoint-{} does not exist", "'out/a b/checkpoint-{}'", "\"'`{}"])
+def test_many_folders_take_no_time(line: str):
+    text = "\n".join(map(line.format, range(20_000)))
+    begun = time.process_time()
+    assert folder_name(text) is None
+    assert time.process_time() - begun < 10
+
+
 @given(st.text(max_size=300))
 def test_any_text_gives_an_answer_or_none(text: str):
     explanation = explain(text)
