@@ -93,6 +93,12 @@ def _shards_missing(fact: Fact) -> str:
     return said + (f", {gone} of {total} bytes ({100 * gone / total:.3g} %)" if gone > 0 else "")
 
 
+def _shard_misplaced(fact: Fact) -> str:
+    other = fact.data["other"]
+    has = f"the data of {other}" if other else "other data than the metadata describes"
+    return f"has a shard that cannot be used ({fact.place} has {has})"
+
+
 def _ranks_lacking(fact: Fact) -> str:
     absent, ranks, names = (fact.data[name] for name in ("absent", "ranks", "names"))
     more = f" and {absent - len(names)} more" if absent > len(names) else ""
@@ -236,6 +242,7 @@ class Kind(Enum):
     SHARD_UNREADABLE = ("shard-unreadable", "has a shard that cannot be read ({error})")
     SHARD_DAMAGED = ("shard-damaged", "has a shard {place} that {cause}")
     SHARDS_MISSING = ("shards-missing", _shards_missing)
+    SHARD_MISPLACED = ("shard-misplaced", _shard_misplaced)
     RANKS_MISSING = ("ranks-missing", "lacks the shards of {ranks:rank}, the first shard-{first:05}")
     INDEX_UNREADABLE = ("index-unreadable", "has an index that cannot be read ({error})")
     INDEX_BOM = ("index-bom", "has an index that begins with a byte order mark, which json.loads refuses")

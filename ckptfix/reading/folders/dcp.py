@@ -11,7 +11,7 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html"""
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -24,7 +24,7 @@ from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import Content, is_torn
 from ckptfix.core.checkpoint import ContainerPath, PathPart
-from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.facts import Fact, Kind, clause, clauses
 from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, box_at, extent, numel
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
@@ -39,7 +39,7 @@ from ckptfix.reading.folders.chunks import (
     merge_parts,
     note_differing,
 )
-from ckptfix.reading.folders.ranks.files import are_varied, sums_of, unlike_most
+from ckptfix.reading.folders.ranks.files import are_varied, is_of_pickle, sums_of, unlike_most
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import dtype_name, sizes
 from ckptfix.reading.pickles.payload import payload_remarks, refusing_payload
@@ -192,6 +192,7 @@ NAME = "dcp"
 METADATA = ".metadata"
 CHUNKS = ".distcp"
 _DEPTH_LIMIT = 100
+_START, _END, _END_SIZE = b"PK\3\4", b"PK\5\6", 22  # of an archive that torch writes, which has no comment
 _STEP, _FEWEST_STEPS = "step", 3  # the number of step counters that a file needs to be compared with others
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 
@@ -239,7 +240,11 @@ class _FolderReading:
         self.faults: dict[Fact, list[str]] = {}
         self.clashes: list[Fact] = []
         self.absent: set[str] = set()  # files that the metadata names
-        # The chunks of tensors with several chunks, each saved once, by file: offset, name, spec.
+        # Files with the chunks of another one, which is named if it is known. They are not read.
+        self.misplaced: Mapping[str, str] = {}
+        self.faulty: set[str] = set()  # files with chunks that cannot be read
+        self.unlike: set[str] = set()  # files with chunks of other shapes or dtypes than the metadata says
+        # The chunks that were saved once, by file: offset, name of the tensor if it has several chunks, spec.
         self.chunks: dict[str, list[tuple[int, str, TensorSpec]]] = {}
 
     def document(self) -> Document:
@@ -257,6 +262,10 @@ class _FolderReading:
         for name, item in self.metadata.items.items():
             self._read(name, item)
         self._note_repeated()
+        if misplaced := self._found_misplaced():
+            rest = _FolderReading(self.folder, self.salvage)
+            rest.misplaced = {**self.misplaced, **misplaced}
+            return rest.document()
         self._note_of_another_step()
         whole = any(isinstance(leaf, TensorSpec) and not is_torn(leaf) for leaf in self.leaves.values())
         if (self.faults or self.absent) and not whole:
@@ -306,9 +315,10 @@ class _FolderReading:
             except UnreadableError as error:
                 lost = lost or error  # the files of the other chunks are compared by all of their chunks
             (location, *others) = locations
-            if location is not None and not others and numel(box) and len(places) > 1:
+            if location is not None and not others and numel(box):
                 chunk = copies[box][0] if box in copies else TensorSpec(item.dtype, extent(box), ())
-                self.chunks.setdefault(location.file, []).append((location.offset, name, chunk))
+                part_of = name if len(places) > 1 else ""
+                self.chunks.setdefault(location.file, []).append((location.offset, part_of, chunk))
         if lost is not None:
             raise lost
         return merge_parts(name, item.dtype, item.shape, copies, str(self.folder))
@@ -322,8 +332,10 @@ class _FolderReading:
         if not self.absent:
             return
         items = self.metadata.items
-        held = sum(bool(item.files & self.absent) for item in items.values())
-        yield Fact.of(Kind.SHARDS_MISSING, names=tuple(sorted(self.absent)), keys=held, nbytes=0, total=0)
+        if missing := self.absent - self.misplaced.keys():
+            held = sum(bool(item.files & missing) for item in items.values())
+            yield Fact.of(Kind.SHARDS_MISSING, names=tuple(sorted(missing)), keys=held, nbytes=0, total=0)
+        yield from (Fact.of(Kind.SHARD_MISPLACED, file, other=self.misplaced[file]) for file in sorted(self.misplaced))
         lost: dict[str, int] = {}
         for name, item in items.items():
             boxes = {box for box, at in item.chunks if item.dtype and at is not None and at.file in self.absent}
@@ -344,9 +356,30 @@ class _FolderReading:
             sums = () if any(part.storage is None for part in parts) else sums_of(parts)
             if not sums or (other := seen.setdefault(sums, file)) == file:
                 continue
-            shared = {name for _, name, _ in chunks} & {name for _, name, _ in self.chunks[other]}
-            if shared and are_varied(parts):
+            shared = {name for _, name, _ in chunks if name} & {name for _, name, _ in self.chunks[other]}
+            if shared and are_varied([part for _, name, part in chunks if name in shared]):
                 self.remarks[Fact.of(Kind.RANK_REPEATED, file, other=other)] = None
+
+    def _found_misplaced(self) -> dict[str, str]:
+        """Return the files that have the chunks of another one, each with that one, or with an empty text if it is
+        unknown. Some of their chunks may have the place and the shape of others by chance.
+
+        With ``salvage``, this includes both of two files with the same values: nothing shows which one is right."""
+        ranges: dict[str, set[tuple[int, int]]] = {}
+        for item in self.metadata.items.values():
+            for _, at in item.chunks:
+                if at is not None and at.file not in self.absent:
+                    ranges.setdefault(at.file, set()).add((at.offset, at.offset + at.nbytes))
+        pairs = [(mark.place, mark.data["other"]) for mark in self.remarks if mark.kind is Kind.RANK_REPEATED]
+        found = dict([*pairs, *((other, file) for file, other in pairs)]) if self.salvage else {}
+        unlike = self.unlike if self.unlike < ranges.keys() else set()  # otherwise, the metadata is damaged
+        for file, own in ranges.items():
+            if (content := self.contents.get(file)) is None:
+                continue
+            if file in unlike or _has_another_end(content, own) or (file in self.faulty and _is_shifted(content, own)):
+                alike = [other for other, theirs in ranges.items() if other != file and _is_made_of(content, theirs)]
+                found[file] = alike[0] if len(alike) == 1 else ""
+        return found
 
     def _note_of_another_step(self) -> None:
         """Remark files whose step counters differ from those of most files.
@@ -376,6 +409,7 @@ class _FolderReading:
         copies = [self._load(name, location) for location in locations]
         for part in copies:
             if not isinstance(part, TensorSpec) or (part.dtype, part.shape) != (dtype, extent(box)):
+                self.unlike.update({at.file for at in locations if at is not None} - self.faulty)
                 raise UnreadableError(
                     f"the chunk of {name} at {[start for start, _ in box]} is not what {METADATA} says"
                 )
@@ -397,6 +431,13 @@ class _FolderReading:
         """Return the root of the torch.save file at a location. Its damage is recorded, and lost storages are torn."""
         if location is None:
             raise UnreadableError(f"{METADATA} does not say where it is")
+        try:
+            return self._root(name, location)
+        except UnreadableError:
+            self.faulty.add(location.file)
+            raise
+
+    def _root(self, name: str, location: Location) -> Any:
         outer = self._content(location.file)
         stop = location.offset + location.nbytes
         is_cut = stop > len(outer)
@@ -415,7 +456,10 @@ class _FolderReading:
             if is_cut:
                 raise UnreadableError(f"{location.file} is cut short") from error
             raise
+        if (fault := next(filter(is_of_pickle, document.damage), None)) is not None:
+            raise UnreadableError(f"{location.file} {clause(fault)}")
         if is_cut or document.damage:
+            self.faulty.add(location.file)
             self._blame(name, location.file, [Fact(Kind.CUT_SHORT)] if is_cut else document.damage)
         self.remarks.update(dict.fromkeys(document.remarks))
         return document.root
@@ -428,7 +472,9 @@ class _FolderReading:
         return self.contents[name]
 
     def _place(self, name: str) -> Path | None:
-        """Return the path of a file that the metadata names; None if it is missing."""
+        """Return the path of a file that the metadata names; None if it is missing or has the chunks of another one."""
+        if name in self.misplaced:
+            return None
         file = file_inside(self.folder, name, str(self.folder / METADATA))
         return file if os.path.isfile(file) else None  # noqa: PTH113 - Path.is_file raises for names that are too long
 
@@ -449,6 +495,38 @@ class _FolderReading:
         """Return the damage, each with the number of items that it affects."""
         facts = [replace(fact, data={**fact.data, "items": len(names)}) for fact, names in self.faults.items()]
         return [*self._lacking(), *facts, *self.clashes]
+
+
+_Ranges = Collection[tuple[int, int]]  # of bytes, each of which is the archive of a chunk
+
+
+def _has_another_end(content: Content, ranges: _Ranges) -> bool:
+    """Return whether a file goes on with another archive after its ranges, or is shorter but ends with an archive, as
+    a file that is cut short does not."""
+    size, end = len(content), max(stop for _, stop in ranges)
+    return content[end : end + len(_START)] == _START if size > end else size < end and _ends_at(content, size)
+
+
+def _is_shifted(content: Content, ranges: _Ranges) -> bool:
+    """Return whether an archive neither begins nor ends where one should be, in bytes that were written."""
+    return any(
+        stop <= len(content)
+        and content[start : start + len(_START)] not in (_START, bytes(len(_START)))
+        and not _ends_at(content, stop)
+        for start, stop in ranges
+    )
+
+
+def _is_made_of(content: Content, ranges: _Ranges) -> bool:
+    """Return whether ranges are exactly the archives in a file."""
+    is_all = len(content) == max(stop for _, stop in ranges)
+    return is_all and all(
+        content[start : start + len(_START)] == _START and _ends_at(content, stop) for start, stop in ranges
+    )
+
+
+def _ends_at(content: Content, stop: int) -> bool:
+    return content[max(stop - _END_SIZE, 0) : stop].startswith(_END)
 
 
 class _Node(dict[PathPart, Any]):

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Level
 from ckptfix.errors import DamageWarning, HostileError, UnreadableError, WriteError
 from tests.checks import assert_same, bytes_of
-from tests.reading.folders.ranks.genuine import unpacked
+from tests.reading.folders.ranks.genuine import swap, unpacked
 
 STATE = {
     "conv.weight": torch.arange(24.0).reshape(2, 3, 4),
@@ -371,8 +372,10 @@ def test_a_part_of_another_save_is_not_taken(saved: Path, tmp_path: Path) -> Non
     (path,) = saved.glob("*.distcp")
     write_chunks(tmp_path / "other", {"w": (torch.ones(9), [((0,), torch.ones(9))])})
     path.write_bytes((tmp_path / "other" / "__0_0.distcp").read_bytes())
-    with pytest.raises(UnreadableError, match="it is damaged or from another save"):
+    match = r"cannot be used \(__0_0\.distcp has other data than the metadata describes\)"
+    with pytest.raises(UnreadableError, match=match):
         ckptfix.open_checkpoint(saved)
+    assert [*ckptfix.open_checkpoint(saved, salvage=True).specs] == ["none"]  # which has no bytes
 
 
 def test_a_part_that_an_earlier_save_left_is_a_note(tmp_path: Path) -> None:
@@ -491,8 +494,69 @@ def test_beside_a_missing_file_only_a_copied_one_is_called_a_copy(tmp_path: Path
     if copy:
         copyfile(folder / "__0_1.distcp", folder / copy)
     checkpoint = ckptfix.open_checkpoint(folder, salvage=True)
-    repeated = [mark.place for mark in checkpoint.remarks if mark.kind is Kind.RANK_REPEATED]
+    repeated = [mark.place for mark in checkpoint.damage if mark.kind is Kind.SHARD_MISPLACED]
     assert repeated == ([copy] if copy else [])
+    assert not any(mark.kind is Kind.RANK_REPEATED for mark in checkpoint.remarks)
+
+
+@pytest.mark.parametrize("is_swap", [False, True])
+@pytest.mark.parametrize(
+    ("sample", "one", "other", "is_known"),
+    [
+        ("megatron_dist_tp2pp2", "__0_0.distcp", "__2_0.distcp", True),  # the first chunks have the same places
+        ("megatron_dist_tp2pp2", "__2_0.distcp", "__0_0.distcp", True),
+        ("megatron_dist_tp2pp2", "__2_1.distcp", "__3_1.distcp", True),
+        ("megatron_dist_tp2pp2", "__3_0.distcp", "__3_1.distcp", False),  # as long as __1_0.distcp
+        ("megatron_fsdp_w2", "__0_0.distcp", "__1_0.distcp", True),
+        ("megatron_fsdp_w2", "__1_0.distcp", "__0_0.distcp", True),
+    ],
+)
+def test_the_file_of_another_rank_is_named_and_not_used(
+    tmp_path: Path, sample: str, one: str, other: str, is_known: bool, is_swap: bool
+) -> None:
+    """Some of its chunks have the place, shape and dtype of those that should be there."""
+    folder, _ = unpacked(sample, tmp_path)
+    whole = ckptfix.open_checkpoint(folder).state_dict()
+    if is_swap:
+        swap(folder / one, folder / other)
+    else:
+        copyfile(folder / one, folder / other)
+    has = re.escape(f"the data of {one}" if is_known else "other data than the metadata describes")
+    with pytest.raises(UnreadableError, match=rf"cannot be used \({re.escape(other)} has {has}\)") as caught:
+        ckptfix.open_checkpoint(folder)
+    named = set(re.findall(r"cannot be used \((\S+) has", str(caught.value)))
+    assert named == ({one, other} if is_swap else {other})
+    if sample == "megatron_fsdp_w2" and is_swap:
+        assert "no tensor is whole" in str(caught.value)
+        return
+    got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
+    wanted = whole if sample == "megatron_dist_tp2pp2" else {key.removeprefix("module."): whole[key] for key in whole}
+    for key, value in got.items():
+        name = key.removeprefix("module.")
+        assert name not in wanted or bytes_of(value) == bytes_of(wanted[name])
+
+
+def test_of_two_files_with_the_same_values_none_is_used(tmp_path: Path) -> None:
+    folder, truth = unpacked("megatron_dist_tp2pp2", tmp_path)
+    copyfile(folder / "__1_1.distcp", folder / "__3_1.distcp")
+    found = ckptfix.open_checkpoint(folder, salvage=True)
+    assert [fact.place for fact in found.damage if fact.kind is Kind.SHARD_MISPLACED] == [
+        "__1_1.distcp",
+        "__3_1.distcp",
+    ]
+    got = found.state_dict()
+    assert got
+    assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got)
+
+
+def test_ranks_with_the_same_expert_are_not_copies(tmp_path: Path) -> None:
+    """Experts that begin as copies of one layer; each file has tensors of its own too."""
+    expert = torch.randn(1, 40)
+    parts: list[Part] = [((rank, 0), expert.clone()) for rank in range(3)]
+    bias = torch.randn(3)
+    tensors: dict[str, Any] = {"experts": (expert.expand(3, 40), parts), "bias": (bias, [None, ((0,), bias), None])}
+    write_chunks(tmp_path, {**tensors, "norm": (bias + 1, [((0,), bias + 1)])})
+    assert [finding.code for finding in ckptfix.check(tmp_path).findings if finding.code == "FIL105"] == []
 
 
 def test_a_link_to_a_file_that_does_not_exist_is_a_missing_file(tmp_path: Path) -> None:

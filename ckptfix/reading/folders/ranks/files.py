@@ -229,7 +229,7 @@ class RankFiles:
             if not (self._has_readable or self.salvage) and len(self.damage) == _MOST_UNREADABLE:
                 raise damaged(self.folder, f"{clauses(self.damage)}; no rank can be read") from error
             return None
-        if (fault := next(filter(_is_of_pickle, document.damage), None)) is not None:
+        if (fault := next(filter(is_of_pickle, document.damage), None)) is not None:
             # A tensor may have another name, shape or place in it, and the ranks are joined by these.
             self.damage.append(Fact.of(Kind.RANK_UNREADABLE, self.name(file), error=f"{file}: {clause(fault)}"))
             return None
@@ -424,7 +424,7 @@ def _saved_as(content: Content) -> str:
     return header.name.partition(b"/")[0].decode("utf-8", "replace") if header and header.is_signed else ""
 
 
-def _is_of_pickle(fault: Fact) -> bool:
+def is_of_pickle(fault: Fact) -> bool:
     """Return whether damage is in the pickle that describes the tensors of a file."""
     is_member = fault.kind is Kind.MEMBER_CHECKSUM and fault.place == _PICKLE
     return is_member or fault.kind in (Kind.PICKLE_CUT, Kind.PICKLE_DAMAGED)
