@@ -208,7 +208,10 @@ class RunRank(Struct):
                 made.leaves = made.moved(self.rest, places.offsets)
         except (KeyError, ValueError, AttributeError, IndexError):
             return None  # a tensor with no storage, or several
-        return None if own.reading.torn else made
+        if own.archive.is_verified:
+            for leaf in self.spread.values():
+                made.part(leaf.parts[0][1])  # one that fails its checksum may be whole on another rank
+        return None if own.reading.torn or own.reading.unsound else made
 
     def _has_equal_rest(self, own: _Pickle) -> bool:
         """Return whether another rank has the same plain tensors, by their checksums, and no others besides
