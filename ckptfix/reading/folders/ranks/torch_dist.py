@@ -26,7 +26,7 @@ from ckptfix.reading.folders.ranks.megatron import INTERLEAVED, arguments_of, wh
 
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 # Moments and masters by name, and the empty extra states of layers in a folder of torch_dist.
-_MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_MOMENT = re.compile(r"(?:chained_(\d+)\.)?optimizer\.state\.([^.]+)\.(.+)")
 _NOTHING = re.compile(r"_extra_state/shard_[\d.]+_[\d.]+$")  # with a second number if layers have experts
 # Masters and moments in unnamed buckets (`dp_reshardable`), with uninitialised memory between them.
 _BUCKETS = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed)\..+")
@@ -57,10 +57,11 @@ def converted(
         if key not in weights and not (_NOTHING.search(str(key)) and value in ([], [None]))
     }
     layers = arguments_of(common).get("num_layers")
-    model, fields = unstacked(weights, layers), dict[str, dict[str, TensorSpec]]()
+    # Experts that ranks share have an optimizer of their own in a chain.
+    model, fields = unstacked(weights, layers), dict[tuple[int, str], dict[str, TensorSpec]]()
     for key in held:
         if match := _MOMENT.fullmatch(str(key)):
-            fields.setdefault(match[1], {})[match[2]] = rest.pop(key)
+            fields.setdefault((int(match[1] or 0), match[2]), {})[match[3]] = rest.pop(key)
     fields = {
         field: {name: _unflattened(name, spec, model.get(name)) for name, spec in unstacked(found, layers).items()}
         for field, found in fields.items()
@@ -72,14 +73,26 @@ def converted(
     if not named or any(name not in model or spec.shape != model[name].shape for _, name, spec in named):
         moments = {key: value for key, value in root.items() if key in held and key not in weights}
         return {"model": model, **moments, **rest}, {}, left_out
-    masters = fields.pop("fp32_param", None) or fields.pop("param", {})
+    kind = next((field for _, field in fields if field == "fp32_param"), "param")
+    masters = {name: spec for (_, field), found in fields.items() if field == kind for name, spec in found.items()}
     copies = {name: model[name] for name in masters}
-    state: dict[str, dict[str, Any]] = {}
-    for field, found in fields.items():
-        for name, spec in found.items():
-            state.setdefault(name, {})[field] = spec
+    states: dict[int, dict[str, dict[str, Any]]] = {}
+    for (chain, field), found in fields.items():
+        for name, spec in found.items() if field != kind else ():
+            states.setdefault(chain, {}).setdefault(name, {})[field] = spec
     model.update(masters)
-    return {"model": model, **rest, "optimizer": _by_name(state, rest.get("optimizer"))}, copies, left_out
+    return {"model": model, **rest, "optimizer": _chained(states, rest.get("optimizer"))}, copies, left_out
+
+
+def _chained(states: Mapping[int, dict[str, dict[str, Any]]], saved: Any) -> dict[str, Any]:
+    """Return the state of all optimizers of a chain as that of one, with all of their groups if they are known."""
+    entries = dict(enumerate(saved)) if isinstance(saved, list) else saved if isinstance(saved, dict) else {}
+    is_chain = bool(entries) and all(type(number) is int for number in entries)
+    made = [_by_name(state, entries.get(chain) if is_chain else saved) for chain, state in sorted(states.items())]
+    whole: dict[str, Any] = {"state": {name: row for each in made for name, row in each["state"].items()}}
+    if all("param_groups" in each for each in made):
+        whole["param_groups"] = [group for each in made for group in each["param_groups"]]
+    return whole
 
 
 def _with_blocks(entries: Mapping[Any, Any], args: Mapping[str, Any]) -> dict[Any, Any]:

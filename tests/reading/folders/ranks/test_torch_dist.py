@@ -124,6 +124,33 @@ def test_the_optimizer_of_torch_dist_is_there_by_name(tmp_path: Path, count: int
         assert count == 1 or groups[1]["params"] == [*bias, "decoder.final_layernorm.weight"]
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+def test_the_optimizers_of_a_chain_are_one(tmp_path: Path, is_list: bool) -> None:
+    """With expert parallelism, experts have their own, each with its steps and groups."""
+    experts = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight"
+    names = {experts: 1, "decoder.final_layernorm.weight": 0, "output_layer.weight": 0}
+    saved = {name: torch.randn(3, 4).bfloat16() for name in names}
+    for field in ("param", "exp_avg"):
+        saved |= {
+            f"chained_{chain}.optimizer.state.{field}.{name}": saved[name].float() for name, chain in names.items()
+        }
+    save_dcp(saved, checkpoint_id=tmp_path)
+    chain = [
+        {"optimizer": {"param_groups": [{**GROUPS[0], "step": 7}]}},
+        {"optimizer": {"param_groups": [{**GROUPS[0], "step": 7, "is_expert_parallel": True}]}},
+    ]
+    common = {"args": Namespace(), "iteration": 7, "optimizer": chain if is_list else dict(enumerate(chain))}
+    torch.save(common, tmp_path / "common.pt")
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    root: Any = ckptfix.open_checkpoint(tmp_path).root
+    state, groups = root["optimizer"]["state"], root["optimizer"]["param_groups"]
+    assert {name: (row["step"], row.keys()) for name, row in state.items()} == {
+        name: (7, {"exp_avg", "step"}) for name in names
+    }
+    assert [sorted(group["params"]) for group in groups] == [[*names][1:], [experts]]
+    assert groups[1]["is_expert_parallel"]
+
+
 @pytest.mark.parametrize("home", ["weights", "iter_0000003"])
 def test_the_folder_around_a_torch_dist_folder_is_the_same_checkpoint(tmp_path: Path, home: str) -> None:
     """NeMo has it in ``weights``; of several iterations of Megatron, the latest is taken."""
