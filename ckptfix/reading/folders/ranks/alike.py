@@ -282,6 +282,11 @@ class AlikeRank(Struct):
         name = f"data/{storage.key}"
         return None if self.archive.crc32(name) is None else self.archive.members[name].entry + CRC
 
+    def checksum(self, spec: TensorSpec) -> int | None:
+        """Return the checksum of that storage; None if the archive has none."""
+        (storage,) = spec.storages
+        return self.archive.crc32(f"data/{storage.key}")
+
     def part(self, spec: TensorSpec, storages: dict[int, Storage] | None = None) -> TensorSpec:
         """Return the rank's part of a tensor of which the base has ``spec``; ``storages`` carries ties."""
         (storage,) = spec.storages

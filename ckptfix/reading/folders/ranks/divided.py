@@ -33,8 +33,8 @@ class Divided(Struct):
 
     @property
     def is_spread(self) -> bool:
-        """Whether a mesh splits it so that each rank has another part, and this rank's is a plain range of bytes."""
-        if self.splits is None or math.prod(count for _, count, _ in self.splits) != self.world:
+        """Whether a mesh splits it, and a rank's part, of which others may have copies, is a plain range of bytes."""
+        if not self.splits:
             return False
         ((_, part),) = self.parts
         return part.storage is not None and not part.math_bits and part.quantizer is None

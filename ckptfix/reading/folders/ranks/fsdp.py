@@ -189,6 +189,8 @@ class _RankMerge:
         self.twins: dict[int, list[AlikeRank]] = {}
         self.twin_of: dict[int, int] = {}
         self._layouts: dict[object, list[tuple[Box, AlikeRank]]] = {}
+        # Of those layouts, one twin for each part, and the twins with copies of parts.
+        self._parts: dict[object, tuple[list[tuple[Box, AlikeRank]], list[tuple[Box, AlikeRank]]]] = {}
         self._filled: set[object] = set()  # boxes that fill a tensor
         self._rows: dict[object, PartsRow | None] = {}  # the order of parts, by the boxes that fill a tensor
 
@@ -391,7 +393,8 @@ class _RankMerge:
             copies.setdefault(full(shape), []).append((found.plain_in[0], found.plain))
         if not any(copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
-        if (twins := self._twins(path, found)) and self._are_whole_with(twins, path, found, copies):
+        every = self._twins(path, found)
+        if (twins := self._of_parts(every, path, copies)) and self._are_whole_with(twins, path, found, copies):
             own = {box: part for _, leaf in found.held for box, part in leaf.parts if numel(box)}
             if (layout := (id(twins), *own)) not in self._rows:
                 self._rows[layout] = self._small.row([*own], twins, shape)
@@ -401,7 +404,7 @@ class _RankMerge:
                     return small
             find = partial(_pieces, path, found, twins)
             return sought_parts(name, found.dtype, shape, find, self.path)
-        for box, twin in twins:
+        for box, twin in every:
             copies.setdefault(box, []).append((twin.rank, twin.part(twin.spread[path].parts[0][1])))
         used = {box: self._compared(name, same) for box, same in copies.items()}
         spec = TensorSpec(next(iter(used.values()))[0].dtype, shape, contiguous_strides(shape))
@@ -446,6 +449,27 @@ class _RankMerge:
             placed = [(twin.box(found.first), twin) for twins in held for twin in twins]
             self._layouts[layout] = [(box, twin) for box, twin in placed if numel(box)]
         return self._layouts[layout]
+
+    def _of_parts(
+        self, twins: list[tuple[Box, AlikeRank]], path: ContainerPath, copies: _Copies
+    ) -> list[tuple[Box, AlikeRank]]:
+        """Return one twin for each part that no other rank has, if all copies of each part have the same checksum; all
+        twins otherwise."""
+        own = {box: same[0][1] for box, same in copies.items() if numel(box)}
+        if (layout := (id(twins), *own)) not in self._parts:
+            firsts: dict[Box, AlikeRank] = {}
+            more = [(box, twin) for box, twin in twins if box in own or firsts.setdefault(box, twin) is not twin]
+            self._parts[layout] = [*firsts.items()] if more else twins, more
+        kept, more = self._parts[layout]
+        holders = dict(kept) if more else {}
+        for box, twin in more:
+            part = twin.spread[path].parts[0][1]
+            first = own[box] if box in own else holders[box].spread[path].parts[0][1]
+            written = first.storages[0].crc32 if box in own else holders[box].checksum(first)
+            is_same = written is not None and written == twin.checksum(part)
+            if not is_same or (first.nbytes, first.offset, first.strides) != (part.nbytes, part.offset, part.strides):
+                return twins
+        return kept
 
     def _are_whole_with(
         self, twins: list[tuple[Box, AlikeRank]], path: ContainerPath, found: _Collected, copies: _Copies

@@ -262,6 +262,24 @@ def test_no_part_is_looked_up_without_reading_values(tmp_path: Path, monkeypatch
     assert ckptfix.check(tmp_path, values=False).findings == ()
 
 
+def test_copies_of_parts_are_compared_by_their_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As objects, those of 64 ranks of HSDP with 3,000 tensors took 175 MB instead of 36 MB."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    whole = torch.arange(8.0).view(4, 2)
+    for rank in range(4):
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False, _rank=rank)
+        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        spec = DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta)
+        local = whole[2 * (rank % 2) : 2 * (rank % 2) + 2].clone()
+        torch.save({"w": DTensor(local, spec, requires_grad=False)}, tmp_path / f"model_world_size_4_rank_{rank}.pt")
+    assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w"), whole)
+    monkeypatch.setattr(AlikeRank, "part", None)
+    assert ckptfix.open_checkpoint(tmp_path).keys() == ["w"]
+
+
 def _other_count(rank: int, state: dict[str, Any]) -> None:
     state["step"] = torch.tensor(7.0 + (rank == 1))
 
@@ -309,7 +327,7 @@ def test_a_rank_with_damaged_parts_is_salvaged_by_itself(tmp_path: Path, alike: 
 
 
 def test_salvage_compares_ranks_as_well(tmp_path: Path, alike: list[bool]) -> None:
-    """If each is read by itself, 64 ranks with 10,000 tensors take 123 s instead of 5 s."""
+    """If each is read by itself, 64 ranks with 10,000 tensors take 104 s instead of 13 s."""
     _save(tmp_path)
     (tmp_path / "model_world_size_3_rank_2.pt").rename(tmp_path / "model_world_size_3_rank_2.pt.part")
     checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
