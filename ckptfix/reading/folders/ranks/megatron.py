@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import islice, product
-from operator import ge
+from operator import ge, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -278,18 +278,19 @@ class _Joined:
     def _note_order(
         self, files: Mapping[tuple[int, int, int], Path], roots: Mapping[tuple[int, int, int], Any]
     ) -> None:
-        """Remark ranks whose process numbers are out of order: these increase with the tensor-parallel rank and with
-        the stage of the pipeline. A conversion in one process leaves the same number in all files."""
+        """Remark ranks whose process numbers are out of order: these increase with the tensor-parallel rank first, and
+        then with the expert rank and the stage, or the other way round. A conversion in one process leaves the same
+        number in all files."""
         own_ranks = {
-            place: rank for place in sorted(roots) if type(rank := arguments_of(roots[place]).get("rank")) is int
+            place: rank for place, root in roots.items() if type(rank := arguments_of(root).get("rank")) is int
         }
-        for axis in (0, 1) if len(set(own_ranks.values())) == len(roots) else ():
-            lines: dict[tuple[int, ...], dict[str, int]] = {}
-            for place, rank in own_ranks.items():
-                lines.setdefault((*place[:axis], *place[axis + 1 :]), {})[files[place].parent.name] = rank
-            for line in lines.values():
-                words = {name: f"process {rank}" for name, rank in line.items()}
-                self.files.note_order({name: (rank,) for name, rank in line.items()}, words)
+        if len(set(own_ranks.values())) < len(roots):
+            return
+        by_stage, by_expert = (sorted(own_ranks, key=itemgetter(*axes)) for axes in ((1, 2, 0), (2, 1, 0)))
+        if sorted(own_ranks, key=own_ranks.__getitem__) not in (by_stage, by_expert):
+            numbers = {files[place].parent.name: own_ranks[place] for place in by_stage}
+            words = {name: f"process {rank}" for name, rank in numbers.items()}
+            self.files.note_order({name: (rank,) for name, rank in numbers.items()}, words)
 
     def _grid(self, found: Mapping[tuple[int, ...], Path], sizes: Sequence[Any]) -> tuple[int, int, int]:
         """Return the sizes of tensor, pipeline and expert parallelism, from the arguments or the numbers in names."""

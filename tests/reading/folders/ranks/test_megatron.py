@@ -574,6 +574,33 @@ def test_ranks_that_were_renamed_are_named(tmp_path: Path, change: str) -> None:
     assert ckptfix.repair(tmp_path).report.is_refused is (change == "swapped")
 
 
+@pytest.mark.parametrize("swaps", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 3, 2), (2, 3, 0, 1)])
+@pytest.mark.parametrize("kind", ["expert", "pipeline"])
+def test_ranks_that_were_swapped_are_named(tmp_path: Path, kind: str, swaps: tuple[int, ...]) -> None:
+    """Also if the order is right along each kind of parallelism."""
+    for number, process in enumerate(swaps):
+        home = tmp_path / f"mp_rank_{number % 2:02d}_{number // 2:03d}"
+        name = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+        write_rank(home, {name: torch.randn(FFN, HIDDEN)}, **{"tensor": 2, kind: 2})
+        root = torch.load(home / "model_optim_rng.pt", weights_only=False)
+        root["args"].rank = process
+        torch.save(root, home / "model_optim_rng.pt")
+    marks = ckptfix.open_checkpoint(tmp_path).remarked(Kind.RANK_RENAMED)
+    assert bool(marks) is (swaps != (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("places", ["tensor-expert-pipeline", "tensor-pipeline-expert"])
+def test_either_order_of_processes_is_fine(tmp_path: Path, places: str) -> None:
+    for tensor, stage, place in product(range(2), range(2), range(2)):
+        home = tmp_path / f"mp_rank_{tensor:02d}_{stage:03d}_{place:03d}"
+        write_rank(home, {"decoder.layers.0.mlp.router.weight": torch.ones(2)}, tensor=2, pipeline=2, expert=2)
+        root = torch.load(home / "model_optim_rng.pt", weights_only=False)
+        inner, outer = (stage, place) if places == "tensor-pipeline-expert" else (place, stage)
+        root["args"].rank = tensor + 2 * inner + 8 * outer
+        torch.save(root, home / "model_optim_rng.pt")
+    assert not ckptfix.open_checkpoint(tmp_path).remarked(Kind.RANK_RENAMED)
+
+
 @pytest.mark.parametrize("change", ["missing", "cut short"])
 def test_what_all_ranks_have_is_salvaged_without_one(tmp_path: Path, change: str) -> None:
     whole = write_megatron(tmp_path, tensor=2, pipeline=2)
