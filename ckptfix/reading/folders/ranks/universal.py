@@ -123,6 +123,11 @@ def document(files: RankFiles) -> Document:
             {f"{PARAMETERS}/{name}/{field}.pt": [tensor] for name, field, tensor in chosen if field != _STEP}
         )
     zero.note_masters(files, root["module"], trained)
+    # Those of stage 3 have no copy to compare with. Of tied weights, the optimizer has only one.
+    alone = {
+        name for name, found in moments.items() if found and not _is_copied(root["module"].get(name), trained[name])
+    }
+    files.note_repeated({f"{PARAMETERS}/{name}/{MASTER}.pt": [trained[name]] for name in sorted(alone)})
     # Files of the optimizer: a master that cannot be read is an error.
     files.damage[:] = [
         replace(fact, kind=Kind.SHARD_UNREADABLE)
@@ -132,9 +137,14 @@ def document(files: RankFiles) -> Document:
     ]
     halves = {name: entry for name, entry in root["module"].items() if isinstance(entry, TensorSpec)}
     copies = {
-        name: halves[name] for name, spec in trained.items() if name in halves and halves[name].shape == spec.shape
+        name: halves[name] for name, spec in trained.items() if _is_copied(halves.get(name), spec)
     }  # none in stage 3, and none of tensor-parallel ranks
     return files.document(NAME, merged, _producer(root), copies)
+
+
+def _is_copied(entry: Any, master: TensorSpec) -> bool:
+    """Return whether an entry of the model states is the copy of a master; in stage 3 it is empty."""
+    return isinstance(entry, TensorSpec) and entry.shape == master.shape
 
 
 def _copy(files: RankFiles, root: Any, remarks: dict[Fact, None], damage: int) -> Document:

@@ -323,3 +323,20 @@ def test_files_that_macos_writes_beside_others_are_not_moments(tmp_path: Path, n
     for file in list(folder.rglob("*")):
         file.with_name(f"._{file.name}").write_bytes(b"\x00\x05\x16\x07")
     assert ckptfix.open_checkpoint(folder).state_dict().keys() == truth.keys()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_master_that_was_copied_over_another_is_named(tmp_path: Path, name: str) -> None:
+    """Stage 3 has no copies of the masters in the model states to compare them with."""
+    folder, truth = unpacked(name, tmp_path)
+    shutil.copy(folder / TAG / "zero/l1.bias/fp32.pt", folder / TAG / "zero/bn.weight/fp32.pt")
+    messages = [finding.message for finding in ckptfix.check(folder).findings if finding.code == "FIL105"]
+    if name == "universal_zero2":
+        assert any(re.match(r"1 fp32 master of 9 differ", message) for message in messages)
+        return
+    assert any(
+        "zero/l1.bias/fp32.pt holds the same values as zero/bn.weight/fp32.pt" in message for message in messages
+    )
+    got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
+    assert truth.keys() - got.keys() == {"l1.bias", "bn.weight"}
+    assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got if got[key].dtype == truth[key].dtype)
