@@ -266,9 +266,10 @@ class RankFiles:
                     raise UnreadableError(*error.args, *moved, data=error.data) from error
                 raise
             except MALFORMED as error:
-                why = f"its files are not what their framework writes ({type(error).__name__}: {error})"
                 if moved := self._moved():
-                    raise UnreadableError(f"{self.folder}: {why}", *moved) from error
+                    what = f" ({error})" if isinstance(error, ValueError) else ""
+                    raise UnreadableError(f"{self.folder}: its files do not fit together{what}", *moved) from error
+                why = f"its files are not what their framework writes ({type(error).__name__}: {error})"
                 raise UnreadableError(f"{self.folder}: {why}; they are damaged or from an unknown release") from error
 
     def _moved(self) -> tuple[Words, ...]:

@@ -13,11 +13,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.bytes.limits import shown
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
-from ckptfix.errors import HostileError, damaged
+from ckptfix.errors import HostileError
 from ckptfix.reading.folders.chunks import gone
 from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, by_rank
 from ckptfix.reading.folders.ranks.names import ZERO_EXPERT
@@ -25,6 +24,7 @@ from ckptfix.reading.folders.ranks.zero_masters import STACKED
 from ckptfix.reading.folders.ranks.zero_numbered import EXPERT_KEY
 
 _LISTED = 4
+_LONGEST = 200  # characters of a key that are shown
 _MOST_ABSENT = 1024  # missing files whose weights are listed
 _NAME = "layer_{}_expert_{}_mp_rank_{:02d}_model_states.pt"
 
@@ -67,7 +67,7 @@ def take_experts(files: RankFiles, roots: Sequence[Any], are_spread: bool) -> Ex
     found = by_rank(files.folder, ZERO_EXPERT)
     before = len(files.damage)
     held = {numbers: _of_expert(files, file, numbers[1]) for numbers, file in found.items()}
-    damaged_files = files.damage[before:]
+    damaged_files = [fact for fact in files.damage[before:] if fact.kind is not Kind.RANK_MISPLACED]
     torn = [key for own in held.values() for key, spec in own.items() if is_torn(spec)]
     counts = None if are_spread else roots[0].get("num_experts")
     counts = counts if isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts) else []
@@ -118,14 +118,14 @@ def _renumbered(key: str, expert: int) -> str:
 
 
 def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, TensorSpec]:
-    """Return the weights in the file of an expert; those of AutoEP as a stack of one. Empty if it cannot be read.
-
-    Raises ``UnreadableError`` if they belong to another expert."""
+    """Return the weights in the file of an expert; those of AutoEP as a stack of one. Empty if it cannot be read or
+    has those of another expert, which is damage."""
     made = {}
     for key, spec in (files.root(file) or {}).items():
         stacked = STACKED.fullmatch(str(key))
         match = stacked or EXPERT_KEY.fullmatch(str(key))
         if match is None or int(match[2]) != expert or not isinstance(spec, TensorSpec):
-            raise damaged(file, f"holds {shown(key)}, which expert {expert} does not have")
+            files.damage.append(Fact.of(Kind.RANK_MISPLACED, files.name(file), other=str(key)[:_LONGEST]))
+            return {}
         made[str(key)] = replace(spec, shape=(1, *spec.shape), strides=(spec.numel, *spec.strides)) if stacked else spec
     return made

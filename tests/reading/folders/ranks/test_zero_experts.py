@@ -1,5 +1,6 @@
 """The files of experts in DeepSpeed's folders: what is lost with one that is missing."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,22 @@ def test_more_experts_than_any_model_has_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(HostileError, match="claims 1572864 experts"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("sample", ["moe_w4_ep2", "moe_zero0_w2_ep2"])
+def test_the_file_of_another_expert_is_named_and_not_used(tmp_path: Path, sample: str) -> None:
+    """In ZeRO, the optimizer states have the masters of its weights."""
+    saved, _ = unpacked(sample, tmp_path)
+    truth = ckptfix.open_checkpoint(saved).state_dict()
+    (folder,) = saved.glob("global_step*")
+    name = "layer_1_expert_0_mp_rank_00_model_states.pt"
+    shutil.copy(folder / name.replace("expert_0", "expert_3"), folder / name)
+    match = rf"cannot be used \({name} has the data of (two|moe2)\.deepspeed_moe\.experts\.deepspeed_experts\.3\."
+    with pytest.raises(UnreadableError, match=match):
+        ckptfix.open_checkpoint(saved)
+    found = ckptfix.open_checkpoint(saved, salvage=True)
+    gone = {"two.deepspeed_moe.experts.deepspeed_experts.0"} if sample == "moe_zero0_w2_ep2" else set()
+    assert {key.rpartition(".")[0] for key in found.lost} == gone
+    got = found.state_dict()
+    assert got.keys() == truth.keys() - found.lost.keys()
+    assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got)
