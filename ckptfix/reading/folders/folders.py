@@ -43,7 +43,7 @@ from ckptfix.reading.folders.ranks import (
     zero,
 )
 from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
-from ckptfix.reading.folders.ranks.names import LATEST_MEGATRON, POINTERS, iteration_name
+from ckptfix.reading.folders.ranks.names import LATEST_MEGATRON, LLAMA_PARAMS, POINTERS, iteration_name
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.signatures import BUNDLES, PARTS, name_bundle
 from ckptfix.reading.foreign.weightless import is_of_training, is_random_state
@@ -170,7 +170,11 @@ def has_ranks(folder: Path) -> bool:
 def read_siblings(file: Path, salvage: bool) -> Document | None:
     """Return the document of all ranks beside a file that is one of them or names the latest save; None for any other
     file."""
-    if file.name in POINTERS and file.is_file() and (has_ranks(file.parent) or dcp_items(file.parent)[1]):
+    if (
+        file.name in (*POINTERS, LLAMA_PARAMS)
+        and file.is_file()
+        and (has_ranks(file.parent) or dcp_items(file.parent)[1])
+    ):
         return read_folder(str(file.parent), salvage)
     if dcp_safetensors.SHARD.fullmatch(file.name) and file.is_file():
         return dcp_safetensors.read_folder(file.parent)

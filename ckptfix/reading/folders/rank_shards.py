@@ -126,7 +126,9 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
 
 def may_be_rank(path: str) -> bool:
     """Return whether a file is named like that of a rank, or like one that names the latest save."""
-    if re.search(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/|hf_model_|sdp_|latest[a-z_]*(?:\.txt)?$)", path):
+    if re.search(
+        r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/|hf_model_|sdp_|latest[a-z_]*(?:\.txt)?$|params\.json$)", path
+    ):
         return True
     return re.search(r"_\d{1,7}\.pt$", path) is not None and Path(path).with_name("metadata.pkl").is_file()
 

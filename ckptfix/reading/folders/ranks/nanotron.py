@@ -107,7 +107,8 @@ def document(files: RankFiles) -> Document:
     weights = OrderedDict((name, spec) for name, spec in wholes.items() if spec is not None)
     if not weights:
         raise damaged(files.folder, clauses(files.damage) or "has no weights")
-    if (files.folder / "optimizer").is_dir():
+    optimizer = files.folder / "optimizer"
+    if optimizer.is_dir() and any(optimizer.iterdir()):
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     made = files.document(NAME, weights, f"nanotron, {counted(max(counts.values()), 'tensor-parallel rank')}")
     return replace(made, lost={name: None for name, spec in wholes.items() if spec is None})

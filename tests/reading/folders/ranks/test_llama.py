@@ -69,6 +69,7 @@ def test_the_shards_are_the_model(tmp_path: Path, ranks: int, groups: int, by_co
     got = ckptfix.open_checkpoint(tmp_path).state_dict()
     assert list(got) == list(whole)
     assert all(torch.equal(got[key], value) for key, value in whole.items())
+    assert ckptfix.open_checkpoint(tmp_path / "params.json").keys() == list(whole)  # stands for its folder
 
 
 def test_the_vocabulary_of_llama_1_is_not_in_its_params(tmp_path: Path) -> None:

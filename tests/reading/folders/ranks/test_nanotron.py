@@ -62,6 +62,7 @@ def write(folder: Path, ranks: int, step: str = "10") -> dict[str, torch.Tensor]
             file = place / f"model_{leaf}_pp-rank-{stage}-of-2_tp-rank-{rank}-of-{ranks}.safetensors"
             save_file({"data": part, "_no_weight_decay": torch.tensor(True)}, file, metadata=notes)
     (root / "optimizer").mkdir()
+    (root / "optimizer" / "optimizer_config.json").write_text("{}")
     (root / "checkpoint_metadata.json").write_text(json.dumps({"version": "1.4", "tp": ranks, "dp": 1, "metas": {}}))
     (folder / "latest.txt").write_text(step)
     return whole
@@ -81,6 +82,12 @@ def test_the_parts_are_the_model(tmp_path: Path, ranks: int, given: str) -> None
     assert got.keys() == whole.keys()
     assert all(torch.equal(got[key], value) and got[key].dtype == value.dtype for key, value in whole.items())
     assert [fact.place for fact in checkpoint.remarks if fact.kind is Kind.RANK_LEFT_OUT] == ["optimizer"]
+
+
+def test_an_empty_folder_of_the_optimizer_is_not_left_out(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    (tmp_path / "10" / "optimizer" / "optimizer_config.json").unlink()
+    assert not any(fact.kind is Kind.RANK_LEFT_OUT for fact in ckptfix.open_checkpoint(tmp_path).remarks)
 
 
 @pytest.mark.parametrize("lost", [None, 2])
