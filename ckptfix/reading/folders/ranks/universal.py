@@ -218,10 +218,11 @@ def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -
             if flat and value.numel == math.prod(shape):
                 value = replace(value, shape=shape, strides=contiguous_strides(shape))
             elif len(value.shape) != len(shape) or sum(map(ne, value.shape, shape)) > 1 or degree < 2:
-                raise UnreadableError(
-                    f"{file}: has the shape {list(value.shape)}, and the model states say {list(shape)}; its files "
-                    "are from different saves"
-                )
+                why = f"{file}: has the shape {list(value.shape)}, and the model states say {list(shape)}"
+                if not files.salvage:
+                    raise UnreadableError(f"{why}; its files are from different saves")
+                files.damage.append(Fact.of(Kind.RANK_UNREADABLE, files.name(file), error=why))
+                continue
         if value is not None:
             yield file.stem, value
 

@@ -340,3 +340,15 @@ def test_a_master_that_was_copied_over_another_is_named(tmp_path: Path, name: st
     got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
     assert truth.keys() - got.keys() == {"l1.bias", "bn.weight"}
     assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got if got[key].dtype == truth[key].dtype)
+
+
+@pytest.mark.parametrize("field", ["fp32", "exp_avg"])
+@pytest.mark.parametrize("name", STAGES)
+def test_a_file_with_another_shape_is_lost_and_the_rest_is_kept(tmp_path: Path, name: str, field: str) -> None:
+    folder, truth = unpacked(name, tmp_path)
+    shutil.copy(folder / TAG / f"zero/l1.weight/{field}.pt", folder / TAG / f"zero/l1.bias/{field}.pt")
+    with pytest.raises(UnreadableError, match=rf"l1\.bias/{field}\.pt: has the shape"):
+        ckptfix.open_checkpoint(folder)
+    got = ckptfix.open_checkpoint(folder, salvage=True).state_dict()
+    assert truth.keys() - got.keys() == ({"l1.bias"} if field == "fp32" else set())
+    assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got if got[key].dtype == truth[key].dtype)
