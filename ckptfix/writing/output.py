@@ -100,7 +100,7 @@ def flushing(files: Iterable[Written], output: Path, is_wanted: bool = True) -> 
 
 def split(checkpoint: Checkpoint, limit: int) -> list[Checkpoint]:
     """Split the state_dict into parts of at most ``limit`` bytes of tensors, in order; a larger tensor gets a part of
-    its own.
+    its own, with the entries without bytes after it.
 
     Tensors that share a storage stay together, which keeps ties. The first part has the ``_metadata``."""
     parts: list[OrderedDict[str, Any]] = [OrderedDict()]
@@ -111,7 +111,7 @@ def split(checkpoint: Checkpoint, limit: int) -> list[Checkpoint]:
         home = next((part_of[storage] for storage in storages if storage in part_of), None)
         nbytes = entry.nbytes if isinstance(entry, TensorSpec) else 0
         if home is None:
-            if sizes[-1] and sizes[-1] + nbytes > limit:
+            if nbytes and sizes[-1] and sizes[-1] + nbytes > limit:  # so that every part has a tensor
                 parts.append(OrderedDict())
                 sizes.append(0)
             home = len(parts) - 1

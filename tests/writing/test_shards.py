@@ -86,6 +86,16 @@ def test_shards_are_written_in_other_sizes(tmp_path: Path) -> None:
     assert_same(ckptfix.open_checkpoint(second).state_dict(), state())
 
 
+def test_no_shard_has_only_other_entries(tmp_path: Path) -> None:
+    held = OrderedDict(version=1, a=torch.ones(4), b=torch.ones(9), _extra_state={"scale": 2})
+    assert [list(part.entries) for part in split(open_state_dict(held), 16)] == [
+        ["version", "a"],
+        ["b", "_extra_state"],
+    ]
+    ckptfix.repair(held, output=tmp_path / "model.pth", shard_size="16B")
+    assert ckptfix.open_checkpoint(tmp_path).entries["_extra_state"] == {"scale": 2}
+
+
 @pytest.mark.parametrize("name", ["model", "v1.5"])
 def test_shards_have_a_suffix(tmp_path: Path, name: str) -> None:
     tensors = {"a": torch.ones(4), "b": torch.ones(4)}
