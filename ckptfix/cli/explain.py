@@ -88,7 +88,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
                 code=reading_code(report, file, which),
                 entries=_entries(checkpoint.root),
                 merging=merging,
-                folder=report.source if not is_folder and Path(report.source).is_dir() else subject.folder,
+                folder=checkpoint.path if checkpoint.folder and not is_folder else subject.folder,
                 is_rank=is_one_rank(report),
                 is_refused=is_refused(report),
                 is_resumable=merging == "" or is_resumable(checkpoint),

@@ -93,7 +93,8 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
     known. ``picked`` are the keys of the set that ``--weights`` names by its prefix in the state_dict, mapped to their
     names without it; None if the whole state_dict is meant. ``beside`` is what a trainer saved in separate files next
     to the checkpoint (optimizer, scheduler), by file name. ``copies`` are the tensors in the dtype of training whose
-    fp32 master weights are the entries, by the key of the master."""
+    fp32 master weights are the entries, by the key of the master. ``folder`` is the folder whose files are merged,
+    empty for a single file; it is ``path``, unless only the name of one of the files leads to this checkpoint."""
 
     path: str
     format: str
@@ -111,6 +112,7 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
     picked: Mapping[str, str] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
     copies: Mapping[str, TensorSpec] = field(default_factory=dict)
+    folder: str = ""
     reader: TensorReader | None = None
 
     def __repr__(self) -> str:

@@ -38,7 +38,7 @@ def differs(checkpoint: Checkpoint, plan: Plan, settings: Settings, is_form_aske
     if output_format(checkpoint, settings.format) != output_format(checkpoint, None):
         return True
     is_sharded = checkpoint.format in (sharded.NAME, sharded.NAME_SAFETENSORS)
-    if is_form_asked and not is_sharded and Path(checkpoint.path).is_dir():
+    if is_form_asked and not is_sharded and checkpoint.folder:
         return True
     return checkpoint.format == torch_zip.NAME and settings.is_for_torch_before(FIRST_ZIP)
 
@@ -103,7 +103,7 @@ class Destination(Struct, frozen=True):
             form = PTH if lost_extras(checkpoint) else promised
         form = settings.format or form
         is_conversion = form != promised
-        in_pieces = source.is_dir() or checkpoint.format.startswith(sharded.NAME)
+        in_pieces = checkpoint.folder != "" or checkpoint.format.startswith(sharded.NAME)
         if in_place:
             if settings.shard_bytes is not None:
                 pair = Opt("in_place"), " replaces one file, and ", Opt("shard_size")
@@ -137,10 +137,10 @@ class Destination(Struct, frozen=True):
             goal = goal.with_name(f"{goal.name}.{form}")  # other programs recognise shards by their suffix
         if goal.exists() and not goal.is_file():
             refuse_output(goal)
+        if checkpoint.folder and _is_part(goal, Path(checkpoint.folder)):
+            raise UsageError(f"{goal}: is part of the source; name another output")
         if source is not None and goal.exists() and goal.samefile(source):
             raise UsageError(f"{goal}: is the source itself; replace it with ", Opt("in_place", True))
-        if source is not None and _is_part(goal, source):
-            raise UsageError(f"{goal}: is part of the source; name another output")
         return cls(goal.resolve() if goal.is_symlink() else goal, form, None if form == UNIVERSAL else source)
 
     def refuse(self, settings: Settings, like: str | os.PathLike[str] | None, dry_run: bool) -> None:

@@ -3,6 +3,7 @@
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -81,8 +82,10 @@ def _what_it_holds(report: Report) -> str:
     tensors = counted(report.tensors, "tensor")
     kind = "a whole model" if _becomes_state_dict(report) else "a bare state_dict"
     place = f"{kind} of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
-    thing = "folder" if report.format in OF_TRAINING or report.format.startswith("sharded") else "file"
-    return f"{report.source} is a {report.format} {thing} and holds {place}."
+    is_of_several = report.format in OF_TRAINING or report.format.startswith("sharded")
+    if is_of_several and not Path(report.source).is_dir():
+        return f"{report.source} is part of a {report.format} checkpoint that holds {place}."
+    return f"{report.source} is a {report.format} {'folder' if is_of_several else 'file'} and holds {place}."
 
 
 def merge_command(report: Report, choices: Mapping[str, Any]) -> str:

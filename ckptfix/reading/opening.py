@@ -175,11 +175,20 @@ def open_file(
 
         path = weights_url(path)
     elif member is None and (document := _read_ranks(path, salvage)) is not None:
+        if os.path.isdir(document.path) and _has_other_weights(document.path):  # noqa: PTH112
+            document = replace(document, path=path, folder=document.path)
         return open_document(document, weights, salvage=salvage, narrow=narrow)
     content = open_content(path, member)
     document = _read_index(content) or read_document(content)
     checkpoint = open_document(document, weights, salvage=salvage, narrow=narrow)
     return replace(checkpoint, path=path, member=content.member) if content.member else checkpoint
+
+
+def _has_other_weights(folder: str) -> bool:
+    """Return whether a folder of ranks has a weights file that is opened instead of them if the folder is named."""
+    from ckptfix.reading.folders.folders import weights_file
+
+    return (file := weights_file(folder)) is not None and not _are_in_ranks(file)
 
 
 def _are_in_ranks(file: str) -> bool:

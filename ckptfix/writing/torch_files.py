@@ -5,7 +5,6 @@ import sys
 import zlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ckptfix.bytes.checksums import storages_of, verifying
@@ -92,7 +91,7 @@ def _kept_checksums(checkpoint: Checkpoint) -> set[int] | None:
     """Return the ids of the storages that are written with the checksum of their source even if it is wrong; None for
     all storages. In a folder, these are the weights', which FIL201 reports: most others are computed from several files
     and get new checksums, so damage in any of them is refused."""
-    return {id(storage) for storage, _ in storages_of(checkpoint)} if Path(checkpoint.path).is_dir() else None
+    return {id(storage) for storage, _ in storages_of(checkpoint)} if checkpoint.folder else None
 
 
 def _place(region: Region) -> int | None:

@@ -159,7 +159,7 @@ def _tag(checkpoint: Checkpoint) -> str:
     """Return the tag: the folder of the source if it is one of a run, because accelerate (``pytorch_model``) and
     Lightning (``checkpoint``) load only their own."""
     root: Any = checkpoint.root
-    folder, steps = Path(checkpoint.path), root["global_steps"]
+    folder, steps = Path(checkpoint.folder), root["global_steps"]
     if checkpoint.format in OF_DEEPSPEED and any(
         small_text(folder.parent / name).strip() for name in (LATEST, LATEST_UNIVERSAL)
     ):

@@ -182,8 +182,20 @@ def read_siblings(file: Path, salvage: bool) -> Document | None:
         return epoch
     for form in FRAMEWORKS:
         if (folder := form.folder_of(file)) is not None:
-            return _merged(form, RankFiles(folder, salvage, named=file))
+            files = RankFiles(folder, salvage, named=file)
+            files.is_by_name = not _is_read_by(form, folder)
+            return _merged(form, files)
     return None
+
+
+def _is_read_by(form: ModuleType, folder: Path) -> bool:
+    """Return whether this is the format of a framework's ranks by which a folder is read that has the files of one."""
+    if any(each.looks_like(folder) for each in FOLDER_FORMATS):
+        return False
+    with suppress(UnreadableError):  # several saves
+        chosen = next((each for each in FRAMEWORKS if each.find(folder) is not None), None)
+        return chosen is form and not (form is llama and _has_fsdp(folder))
+    return False
 
 
 def _has_fsdp(folder: Path) -> bool:

@@ -145,7 +145,9 @@ def read_siblings(file: Path) -> Document | None:
     numbering = Numbering.of(file.name)
     if numbering is None or numbering.total or not file.is_file():
         return None
-    return _ShardMerge(str(file.parent), LocalFolder(file.parent), numbering).document()
+    document = _ShardMerge(str(file.parent), LocalFolder(file.parent), numbering).document()
+    is_only = not _indexes(file.parent) and _sets(LocalFolder(file.parent)) == [numbering]
+    return document if is_only else replace(document, path=str(file), folder=str(file.parent))
 
 
 class _ShardMerge:

@@ -7,12 +7,22 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import NAME_DIGITS, shown
-from ckptfix.core.checkpoint import Candidate, Checkpoint, ContainerPath, PathPart, is_inside, path_name, value_at
+from ckptfix.core.checkpoint import (
+    IN_MEMORY,
+    Candidate,
+    Checkpoint,
+    ContainerPath,
+    PathPart,
+    is_inside,
+    path_name,
+    value_at,
+)
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import MIXED_RANKS, Fact, Kind, clause, clauses
 from ckptfix.core.finding import counted
@@ -146,6 +156,7 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
     may_be_unread = (
         weights is None and len(everything) > 2 * len(value) and not is_module(value_at(document.root, path))
     )
+    is_folder = document.format != IN_MEMORY and Path(document.path).is_dir()
     checkpoint = Checkpoint(
         path=document.path,
         format=document.format,
@@ -172,6 +183,7 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
         damage=(*document.damage, *(_lost_at(*each) for each in left_out.items())),
         lost=lost,
         copies=document.copies,
+        folder=document.folder or (document.path if is_folder else ""),
         reader=LazyTensors(),
     )
     if picked is None:

@@ -27,7 +27,8 @@ class Document(Struct):
     Readers continue after damage as far as that is safe. ``damage`` is what is wrong; the bytes of lost tensors are
     ``TornBytes``; ``lost`` has keys that are not in the tree, with their specs, or None if only the name is known.
     ``doubtful`` has the sources of incomplete storages, with the reason to doubt the bytes that exist. ``copies`` are
-    copies of fp32 masters in the dtype of the training, by the key of the weight."""
+    copies of fp32 masters in the dtype of the training, by the key of the weight. ``folder`` is the folder of all its
+    files if ``path`` is one of them, because the folder by itself is read as another checkpoint or as none."""
 
     path: str
     format: str
@@ -40,6 +41,7 @@ class Document(Struct):
     producer: str = ""
     doubtful: Mapping[ByteSource, Fact] = field(default_factory=dict)
     copies: Mapping[str, TensorSpec] = field(default_factory=dict)
+    folder: str = ""
 
 
 def split_entries(

@@ -497,7 +497,9 @@ def test_shards_of_torchtune_are_those_of_one_epoch(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match=r"\(hf_model_…_0\.pt, hf_model_…_1\.pt\) .* name a file of one of them"):
         ckptfix.open_checkpoint(tmp_path)
     for number, keys in enumerate(SHARDS, 1):
-        assert_same(ckptfix.open_checkpoint(tmp_path / f"hf_model_000{number}_0.pt").state_dict(), STATE)
+        one = ckptfix.open_checkpoint(named := tmp_path / f"hf_model_000{number}_0.pt")
+        assert_same(one.state_dict(), STATE)
+        assert one.path == str(named)  # of the folder's epochs
         torch.save({key: torch.ones(2) for key in keys}, tmp_path / f"hf_model_000{number}_1.pt")
     other = ckptfix.open_checkpoint(tmp_path / "hf_model_0002_1.pt").state_dict()
     assert_same(other, {key: torch.ones(2) for keys in SHARDS for key in keys})

@@ -191,6 +191,7 @@ class RankFiles:
     def __init__(self, folder: Path, salvage: bool, named: Path | None = None) -> None:
         self.folder, self.salvage = folder, salvage
         self.named = named  # the file that was opened, if not the folder
+        self.is_by_name = False  # whether the folder by itself is read as another checkpoint or as none
         self.names: set[str] = set()
         self._home: Path | None = None
         self._opened: tuple[Path, Content] | None = None  # the last opened file
@@ -289,7 +290,7 @@ class RankFiles:
         if not odd or any(kind is Kind.RANK_RENAMED and place not in known for place, kind in odd.items()):
             return None
         rest = RankFiles(self.folder, self.salvage, self.named)
-        rest.left_out = self._misplaced
+        rest.left_out, rest.is_by_name = self._misplaced, self.is_by_name
         return rest
 
     def note_missing(self, world: int, present: Mapping[int, Path], pattern: str, groups: int = 1) -> None:
@@ -408,7 +409,7 @@ class RankFiles:
             files: dict[str, Any] = {"files": dict(self.held_by)} if are_known else {}
             self.damage.append(Fact(Kind.BYTES_LACKING, data={"nbytes": nbytes, "keys": keys, **files}))
         return Document(
-            str(self.folder),
+            str(self.named if self.is_by_name else self.folder),
             form,
             root,
             names=self.names,
@@ -416,6 +417,7 @@ class RankFiles:
             damage=self.damage,
             producer=producer,
             copies=copies or {},
+            folder=str(self.folder),
         )
 
 

@@ -42,7 +42,14 @@ from ckptfix.reading.folders.ranks.alike import AlikeRank, AlikeRanks, RankLeave
 from ckptfix.reading.folders.ranks.beside import OPTIMIZER, Beside, with_beside
 from ckptfix.reading.folders.ranks.divided import Divided, divided
 from ckptfix.reading.folders.ranks.files import COUNTERS, MALFORMED, RankFiles, add_rank, note_copies
-from ckptfix.reading.folders.ranks.rank_sets import RankSet, chosen_set, model_sets, rank_sets, set_of
+from ckptfix.reading.folders.ranks.rank_sets import (
+    RankSet,
+    chosen_set,
+    latest_sets,
+    model_sets,
+    rank_sets,
+    set_of,
+)
 from ckptfix.reading.folders.ranks.small_parts import PartsRow, TwinFiles
 from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.weights.document import Document
@@ -80,9 +87,11 @@ def _head(file: Path) -> bytes:
 def document(files: RankFiles) -> Document | None:
     """Return the document of a folder, or of the set of files of which one was named; None if these hold no tensors of
     ranks."""
-    models = model_sets(files.folder)
+    models = latest_sets(files.folder)
     found = set_of(files.folder / files.named.name) if files.named is not None else None
     is_all = found is None or (len(models) == 1 and (models[0] == found or found.is_optimizer))
+    if files.named is not None and (not is_all or len(model_sets(files.folder)) > 1):
+        files.is_by_name = True  # also for the latest of several saves, as training may write another one
     found = chosen_set(files.folder) if is_all else found
     if found is None or (files.named is not None and len(found.files) > _MANY and _is_alone(files.named, found)):
         return None

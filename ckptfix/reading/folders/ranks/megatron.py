@@ -249,11 +249,13 @@ class _Joined:
         lengths = Counter(map(len, found))
         named = next((numbers for numbers, file in found.items() if file == self.files.named), None)
         (length, count), *rest = lengths.most_common()
-        if named is None and any(other == count for _, other in rest):
+        is_tied = any(other == count for _, other in rest)
+        if named is None and is_tied:
             of_length = {len(numbers): file.parent.name for numbers, file in found.items()}
             names = first_names([*of_length.values()])
             raise UnreadableError(f"{self.path}: has ranks of {len(lengths)} saves ({names}); keep only those of one")
-        length = len(named or ()) or length
+        if named is not None and (is_tied or len(named) != length):
+            self.files.is_by_name, length = True, len(named)
         strays = [file.parent.name for numbers, file in found.items() if len(numbers) != length]
         self.files.remarks.update({Fact(Kind.STRAY_FILE, name): None for name in strays})
         return {numbers: file for numbers, file in found.items() if len(numbers) == length}

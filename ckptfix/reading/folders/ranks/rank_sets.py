@@ -89,7 +89,7 @@ def _key(match: re.Match[str]) -> _SetKey:
 def chosen_set(folder: Path) -> RankSet | None:
     """Return the set of files in a folder; of several, that of the model. Raises ``UnreadableError`` if that is none or
     several."""
-    models = model_sets(folder)
+    models = latest_sets(folder)
     if len(models) > 1:
         names = first_names([next(iter(found.files.values())).name for found in models])
         raise UnreadableError(
@@ -99,10 +99,15 @@ def chosen_set(folder: Path) -> RankSet | None:
 
 
 def model_sets(folder: Path) -> list[RankSet]:
-    """Return the sets of files of which one is that of the model, as far as their names say."""
+    """Return the sets of files that may be those of the model, of one save or several, as far as their names say."""
     sets = [found for found in rank_sets(folder).values() if found.count > 1]
     sets = [found for found in sets if not found.is_beside] or sets
-    sets = [found for found in sets if found.stem.startswith("model")] or sets
+    return [found for found in sets if found.stem.startswith("model")] or sets
+
+
+def latest_sets(folder: Path) -> list[RankSet]:
+    """Return the sets of the model that are marked as the latest; all of them if none is."""
+    sets = model_sets(folder)
     if len(sets) < 2:
         return sets
     # Links to one of several sets mark the latest, such as `latest-rank0.pt` of Composer.

@@ -154,6 +154,7 @@ def _copy(files: RankFiles, root: Any, remarks: dict[Fact, None], damage: int) -
     del files.damage[damage:]
     files.lacking.clear()
     files.remarks = remarks
+    files.is_by_name = True
     return files.document(NAME, zero.container(files, root, root["module"], None, True, why), _producer(root))
 
 

@@ -401,6 +401,7 @@ def _masters(files: RankFiles, merge: Callable[[], Masters], complete: Fact | No
         if not takes_copy or len(files.damage) == damage:
             return masters
         why = clauses(files.damage[damage:])
+    files.is_by_name = True
     files.remarks = remarks
     files.lacking.clear()
     del files.damage[damage:]

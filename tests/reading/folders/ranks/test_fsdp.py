@@ -111,7 +111,8 @@ def test_consolidated_weights_next_to_ranks_hide_neither(tmp_path: Path, is_mark
             UnreadableError, match="has both FSDP ranks and consolidated weights; name a file of either"
         ):
             ckptfix.open_checkpoint(folder)
-        assert ckptfix.open_checkpoint(rank_file(folder, 1)).keys() == list(truth["model"])
+        one = ckptfix.open_checkpoint(rank_file(folder, 1))
+        assert (one.path, one.keys()) == (str(rank_file(folder, 1)), list(truth["model"]))
     else:  # files of each rank that are not FSDP's
         for file in folder.glob("*rank*"):
             torch.save({"seed": 1}, file)

@@ -689,6 +689,7 @@ def test_ranks_left_over_from_another_parallelism_are_not_taken(tmp_path: Path, 
         UnreadableError, match=r"has ranks of 2 saves \(mp_rank_01, mp_rank_01_000\); keep only those of one"
     ):
         ckptfix.open_checkpoint(tmp_path)
+    assert ckptfix.open_checkpoint(rank, salvage=True).path == str(rank)  # the folder stands for neither save
 
 
 def test_ranks_of_nemo_are_joined(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_the_copy_in_the_model_states_is_offered_if_a_master_is_lost(tmp_path: P
     ):
         ckptfix.open_checkpoint(folder)
     report = ckptfix.repair(states, output=tmp_path / "copy.pth").report
+    assert report.source == str(states)
     assert any("left out: optimizer (lacks 2 shards" in finding.message for finding in report.findings)
     copies = torch.load(states, weights_only=False)["module"]
     whole = torch.load(tmp_path / "copy.pth")

@@ -832,7 +832,7 @@ def test_weights_that_the_model_states_have_are_offered_if_a_rank_is_lost(
     with pytest.raises(UnreadableError) as caught:
         ckptfix.open_checkpoint(folder)
     assert command in str(caught.value)
-    ckptfix.repair(states, output=tmp_path / "model.pth")
+    assert ckptfix.repair(states, output=tmp_path / "model.pth").report.source == str(states)
     written = torch.load(tmp_path / "model.pth")["module"]
     halves = torch.load(states, weights_only=False)["module"]
     assert all(bytes_of(written[key]) == bytes_of(half) for key, half in halves.items())
@@ -859,6 +859,7 @@ def test_weights_in_several_model_states_are_offered_if_a_rank_is_lost(
         ckptfix.open_checkpoint(folder)
     assert f"ckptfix repair {states} -o " in str(caught.value)
     report = ckptfix.repair(states, output=tmp_path / "model.pth").report
+    assert report.source == str(states)
     assert any(
         "left out: optimizer (" in finding.message and optim.name in finding.message for finding in report.findings
     )
