@@ -3,6 +3,7 @@
 A log has timestamps, ranks, colours, quotation marks, progress bars and lines that a terminal has wrapped, and a
 traceback may contain several exceptions, of which one matters."""
 
+import os
 import re
 from collections.abc import Iterator
 from enum import Enum
@@ -241,7 +242,8 @@ def _is_absent(folder: str, text: str) -> bool:
 
 def _folder_of_save(path: str) -> str | None:
     """Return the folder of a path to it, to a file of a rank or to a file that names a save; None if it is neither.
-    A single word may be a tag or a name, and is not taken for a path."""
+    It may also be an existing folder with a file that names a save. A single word may be a tag or a name, and is not
+    taken for a path."""
     parts = re.split(r"[/\\]", path.rstrip("/\\"))
     name = parts[-1]
     depth = 0 if _SAVE.fullmatch(name) else None
@@ -252,6 +254,8 @@ def _folder_of_save(path: str) -> str | None:
             if kind.files.fullmatch("/".join(parts[-kind.depth :])):
                 depth = kind.depth
                 break
+    if depth is None and len(parts) > 1 and any(map(os.path.isfile, (f"{path}/{latest}" for latest in POINTERS))):
+        depth = 0  # os.path.isfile raises for no name
     if depth is None or len(parts) <= max(depth, 1):
         return None
     return path.rstrip("/\\")[: len("/".join(parts[: len(parts) - depth]))] or None

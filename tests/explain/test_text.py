@@ -1,6 +1,7 @@
 """Messages are found despite what loggers, launchers, terminals and mail add around them."""
 
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -379,6 +380,13 @@ def test_the_file_that_a_text_names(text: str, name: str | None):
 )
 def test_the_folder_that_a_text_names(text: str, name: str | None):
     assert folder_name(text) == name
+
+
+def test_an_existing_folder_with_the_file_that_names_a_save(tmp_path: Path):
+    text = f"ValueError: Expected 4 of '*_optim_states.pt' under '{tmp_path}' but found 3 files."
+    assert folder_name(text) is None
+    (tmp_path / "latest").write_text("global_step2")
+    assert folder_name(text) == str(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["out/run/checkpoint-{} does not exist", "'out/a b/checkpoint-{}'", "\"'`{}"])
