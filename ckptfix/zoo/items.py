@@ -36,10 +36,12 @@ from ckptfix.reading.folders.ranks.names import (
     NANOTRON_METADATA,
     NANOTRON_MODEL,
     NANOTRON_PART,
+    NUMBERED,
     POINTERS,
     RANK_NAMES,
     RankNames,
 )
+from ckptfix.reading.folders.ranks.rank_sets import RankSet, sets_of_models
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
 from ckptfix.reading.opening import MODELS, OF_TRAINERS
 from ckptfix.reading.torch_files.torch_legacy import MAGIC
@@ -290,7 +292,7 @@ def _ranks(place: Place, files: Files) -> dict[str, list[Entry]]:
         for kind in RANK_NAMES:
             if match := kind.files.fullmatch("/".join(parts[-kind.depth :])):
                 kinds["/".join(parts[: -kind.depth])][kind].append((match.groups(), files.own[name]))
-    found = {}
+    found: dict[str, list[Entry]] = {}
     for folder, held in kinds.items():
         for kind, entries in list(held.items()):
             heads = (_head(place, entry) for _, entry in entries) if len(entries) > 1 else ()
@@ -301,8 +303,23 @@ def _ranks(place: Place, files: Files) -> dict[str, list[Entry]]:
             start = len(folder) + bool(folder)
             others = [e for e in files.below(folder) if any(each.fullmatch(e.name[start:]) for each in beside)]
             own = [entry for entries in held.values() for _, entry in entries]
-            found[folder] = list(dict.fromkeys(own + others))
+            saves = _saves(own) if not others else []
+            found |= {save[0].name: save for save in saves} or {folder: list(dict.fromkeys(own + others))}
     return found
+
+
+def _saves(ranks: Iterable[Entry]) -> list[list[Entry]]:
+    """Return the files of each save by itself if several saves in one folder are told apart only by their names, as
+    those of DINOv2; each is opened by the name of its first file."""
+    sets: dict[tuple[str, int, str], dict[int, Entry]] = defaultdict(dict)
+    for entry in ranks:
+        if (match := NUMBERED.fullmatch(_last(entry.name))) is None:
+            return []
+        sets[match["stem"], int(match["world"] or 0), match["suffix"]][int(match["rank"])] = entry
+    named = [RankSet(*key, {rank: Path(entry.name) for rank, entry in held.items()}) for key, held in sets.items()]
+    if len(sets_of_models(named)) < 2:
+        return []
+    return [[held[rank] for rank in sorted(held)] for held in sets.values()]
 
 
 def _nanotron(folder: str, files: Files) -> list[Entry]:
@@ -441,20 +458,26 @@ def _groups(place: Place, files: Files, chosen: Callable[[str], bool]) -> Iterat
     yield from taken(item for item in items if item.beside)
 
 
-# fvcore (detectron2) and mmengine name a file, the latter by its path.
+# fvcore (detectron2) and mmengine name a file, the latter by its path. DINOv2 has such a file for each rank.
+_OF_RANK = re.compile(r"(?<=last_checkpoint)\.rank_\d{1,7}")
 _POINTERS = {**POINTERS, "last_checkpoint": posixpath.basename}
 
 
 def _naming(place: Place, items: Sequence[Item], files: Files) -> Iterator[Item]:
     """Yield items; those that name the latest checkpoint next to them, with its name."""
-    checkpoints = {item.name for item in items if item.kind is not ItemKind.OTHER}
+    checkpoints = {part.name: item.name for item in items if item.kind is ItemKind.FOLDER for part in item.parts}
+    checkpoints |= {item.name: item.name for item in items if item.kind is not ItemKind.OTHER}
     for item in items:
-        read = _POINTERS.get(_last(item.name)) if item.kind is ItemKind.OTHER and item.name in files.own else None
+        read = (
+            _POINTERS.get(_OF_RANK.sub("", _last(item.name)))
+            if item.kind is ItemKind.OTHER and item.name in files.own
+            else None
+        )
         if read is not None and 0 < item.size <= HEAD:
             with suppress(PlaceError, ValueError):
                 word = place.head(item.name, item.size).decode().strip()
                 named = posixpath.join(posixpath.dirname(item.name), read(word))
-                item = replace(item, names=named if named in checkpoints else None)
+                item = replace(item, names=checkpoints.get(named))
         yield item
 
 

@@ -23,6 +23,7 @@ FIELDS = ("folder", "stem", "suffix", "name")
 
 # `m.tar.gz` is an archive of files, `m.pth.tar.gz` a compressed checkpoint named `m.pth.tar`.
 _PACKING = re.compile(r"(?:(?<!\.pth)(?<!\.pt)(?<!\.ckpt)\.tar(?=\.)|\.(?:t?gz|t?bz2|t?xz|t?zst|zip))+$", re.IGNORECASE)
+_OF_RANK = re.compile(r"(?<=[^/])[._-]?(?:rank|shard)[._=-]?\d{1,7}(?=\.\w{1,10}$)")  # one of several saves in a folder
 _INDEX = re.compile(r"\.index\.json$", re.IGNORECASE)
 _SUFFIX = re.compile(
     r"(?:\.(?:pth|pt|ckpt))?\.tar$"
@@ -66,7 +67,7 @@ def output_name(name: str, form: str | None = None, template: str = MIRRORED, *,
 
 def split_suffix(name: str, *, is_folder: bool = False) -> tuple[str, str]:
     """Return the stem and the suffix of a name. ``v1.5`` has no suffix; ``model.pth.tar.gz`` has ``.pth.tar``."""
-    bare = _INDEX.sub("", name) if is_folder else _PACKING.sub("", name) or name
+    bare = _OF_RANK.sub("", _INDEX.sub("", name)) if is_folder else _PACKING.sub("", name) or name
     match = _SUFFIX.search(bare)
     return (bare, "") if match is None or match.start() == 0 else (bare[: match.start()], match[0])
 

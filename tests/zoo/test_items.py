@@ -28,6 +28,8 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.opening import open_file
 from ckptfix.zoo.items import ABSENT, HEAD, Item, Looks, by_bytes, by_name, is_surely_other, list_zoo, read_list
 from ckptfix.zoo.places import Entry, LocalPlace, Place, open_place
+from tests.checks import bytes_of
+from tests.cli.programs import run_here
 from tests.reading.folders.ranks.genuine import unpacked as unpack_sample
 from tests.zoo.made_items import FILE, FOLDER, OTHER, SHARDED, fill, index, kinds, parts, pickled, the_folder, weights
 
@@ -427,6 +429,30 @@ def test_ranks_are_one_item(tmp_path: Path, sample: str, folder: str, count: int
     item = the_folder(LocalPlace(str(tmp_path)))
     assert (item.name, len(item.parts)) == (folder, count)
     assert open_file(str(tmp_path / item.name)).specs
+
+
+@pytest.mark.parametrize("has_latest", [True, False])
+def test_each_of_several_saves_in_one_folder_is_migrated(tmp_path: Path, has_latest: bool):
+    """DINOv2 names the latest for each rank, by a name that the new zoo does not have."""
+    zoo = tmp_path / "zoo"
+    zoo.mkdir()
+    for number, sample in enumerate(("fsdp1_mesh_w2", "fsdp1_sharded_w2_torch24"), 1):
+        unpack_sample(sample, tmp_path / sample)
+        for rank in range(2):
+            name = f"model_000{number}.rank_{rank}.pth"
+            (tmp_path / sample / "saved" / f"model_world_size_2_rank_{rank}.pt").rename(zoo / name)
+            if has_latest:
+                (zoo / f"last_checkpoint.rank_{rank}").write_text(name)
+    folders = [item for item in list_zoo(LocalPlace(str(zoo))) if item.parts]
+    assert [(item.name, len(item.parts)) for item in folders] == [(f"model_000{n}.rank_0.pth", 2) for n in (1, 2)]
+    assert run_here("migrate", zoo, tmp_path / "new", cwd=tmp_path).returncode == 0
+    for number in (1, 2):
+        whole = open_file(str(zoo / f"model_000{number}.rank_1.pth")).state_dict()
+        written = open_file(str(tmp_path / "new" / f"model_000{number}.pth")).state_dict()
+        assert {key: bytes_of(value) for key, value in written.items()} == {
+            key: bytes_of(value) for key, value in whole.items()
+        }
+    assert not [*(tmp_path / "new").glob("last_checkpoint*")]
 
 
 def test_files_that_are_only_numbered_by_rank_are_not_one(tmp_path: Path):

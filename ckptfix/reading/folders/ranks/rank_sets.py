@@ -3,7 +3,7 @@
 Names of files: verl, dinov2, fvcore, accelerate, torch_checkpointing, Composer."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -100,7 +100,12 @@ def chosen_set(folder: Path) -> RankSet | None:
 
 def model_sets(folder: Path) -> list[RankSet]:
     """Return the sets of files that may be those of the model, of one save or several, as far as their names say."""
-    sets = [found for found in rank_sets(folder).values() if found.count > 1]
+    return sets_of_models(rank_sets(folder).values())
+
+
+def sets_of_models(sets: Iterable[RankSet]) -> list[RankSet]:
+    """Return those of the sets in a folder that may be of the model."""
+    sets = [found for found in sets if found.count > 1]
     sets = [found for found in sets if not found.is_beside] or sets
     return [found for found in sets if found.stem.startswith("model")] or sets
 
