@@ -23,7 +23,8 @@ FIELDS = ("folder", "stem", "suffix", "name")
 
 # `m.tar.gz` is an archive of files, `m.pth.tar.gz` a compressed checkpoint named `m.pth.tar`.
 _PACKING = re.compile(r"(?:(?<!\.pth)(?<!\.pt)(?<!\.ckpt)\.tar(?=\.)|\.(?:t?gz|t?bz2|t?xz|t?zst|zip))+$", re.IGNORECASE)
-_OF_RANK = re.compile(r"(?<=[^/])[._-]?(?:rank|shard)[._=-]?\d{1,7}(?=\.\w{1,10}$)")  # one of several saves in a folder
+# The first rank of one of several saves in a folder. Other numbers may be the rank of a LoRA in the name of a folder.
+_OF_RANK = re.compile(r"(?<=[^/])[._-]?(?:rank|shard)[._=-]?0{1,7}(?=\.\w{1,10}$)")
 _INDEX = re.compile(r"\.index\.json$", re.IGNORECASE)
 _SUFFIX = re.compile(
     r"(?:\.(?:pth|pt|ckpt))?\.tar$"

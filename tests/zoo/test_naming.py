@@ -225,3 +225,8 @@ def test_a_literal_means_its_name_alone(name):
     assert expression.fullmatch(name)
     assert not expression.fullmatch(name + "x")
     assert not expression.fullmatch(re.sub(r"[*?]", "x", name) if re.search(r"[*?]", name) else "other")
+
+
+def test_one_of_several_saves_is_named_without_its_first_rank():
+    assert output_name("a/model_0001.rank_0.pth", is_folder=True) == "a/model_0001.pth"
+    assert output_name("a/lora_rank4.ckpt", is_folder=True) == "a/lora_rank4.ckpt"
