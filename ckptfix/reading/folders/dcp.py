@@ -350,15 +350,47 @@ class _FolderReading:
 
         A model and its average may be equal, each in its own file, but chunks of one tensor are not. A file of which a
         chunk cannot be read is not compared: the others may be norms that are equal in many files."""
-        seen: dict[tuple[object, ...], str] = {}
+        seen: dict[tuple[object, ...], list[str]] = {}
         for file, chunks in self.chunks.items():
             parts = [part for _, _, part in sorted(chunks, key=itemgetter(0))]
             sums = () if any(part.storage is None for part in parts) else sums_of(parts)
-            if not sums or (other := seen.setdefault(sums, file)) == file:
+            if not sums:
                 continue
-            shared = {name for _, name, _ in chunks if name} & {name for _, name, _ in self.chunks[other]}
-            if shared and are_varied([part for _, name, part in chunks if name in shared]):
-                self.remarks[Fact.of(Kind.RANK_REPEATED, file, other=other)] = None
+            others = seen.setdefault(sums, [])
+            shared = {name for other in others for _, name, _ in self.chunks[other]} & {name for _, name, _ in chunks}
+            shared.discard("")
+            is_varied = bool(shared) and are_varied([part for _, name, part in chunks if name in shared])
+            if is_varied and not any(self._is_repetition(shared, other, file) for other in others):
+                self.remarks[Fact.of(Kind.RANK_REPEATED, file, other=others[0])] = None
+            others.append(file)
+
+    def _is_repetition(self, names: Collection[str], one: str, other: str) -> bool:
+        """Return whether the tensors themselves repeat what two files have, as in models whose layers or experts start
+        as copies of others: then the parts of these layers in other files are equal too."""
+        held = {(name, file, place): part for file, own in self.chunks.items() for place, name, part in own}
+        are_compared = False
+        for name in names:
+            boxes = {box: (name, at.file, at.offset) for box, at in self.metadata.items[name].chunks if at is not None}
+            own: dict[str, list[tuple[int, Box]]] = {one: [], other: []}
+            for box, (_, file, place) in boxes.items():
+                if file in own:
+                    own[file].append((place, box))
+            first, second = (sorted(found) for found in own.values())
+            if len(first) != len(second):
+                return False
+            for (_, box), (_, twin) in zip(first, second, strict=True):
+                # The pairs of chunks that differ in their place as these do, and have their place along those axes.
+                for beside, at in boxes.items():
+                    pair = [*zip(beside, box, twin, strict=True)]
+                    if beside == box or any(before != after and here != before for here, before, after in pair):
+                        continue
+                    to = boxes.get(tuple(after if before != after else here for here, before, after in pair))
+                    if to is None or at not in held or to not in held:
+                        continue
+                    if sums_of([held[at]]) != sums_of([held[to]]):
+                        return False
+                    are_compared = True
+        return are_compared
 
     def _found_misplaced(self) -> dict[str, str]:
         """Return the files that have the chunks of another one, each with that one, or with an empty text if it is

@@ -242,6 +242,25 @@ def test_a_file_that_was_copied_over_that_of_another_rank(tmp_path: Path, change
     assert (tmp_path / "whole.pth").exists() is (change != "copied")
 
 
+@pytest.mark.parametrize("change", ["equal layers", "equal rows", "copied"])
+def test_layers_that_are_equal_are_not_called_copies(tmp_path: Path, change: str) -> None:
+    """Four files with halves of two layers, each layer a copy of the other, or all halves equal: as in models that are
+    made larger by repeating layers. Of a copied file, the other halves differ."""
+    layer = torch.randn(1, 4, 5)
+    if change == "equal rows":
+        layer[:, 2:] = layer[:, :2]
+    whole = torch.cat([layer, layer + (change == "copied")])
+    parts = [((at, row, 0), whole[at : at + 1, row : row + 2].clone()) for at in (0, 1) for row in (0, 2)]
+    write_chunks(tmp_path, {"w": (whole, parts)})
+    if change == "copied":
+        copyfile(tmp_path / "__0_0.distcp", tmp_path / "__2_0.distcp")
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    repeated = [(mark.place, mark.data["other"]) for mark in checkpoint.remarked(Kind.RANK_REPEATED)]
+    assert repeated == ([("__2_0.distcp", "__0_0.distcp")] if change == "copied" else [])
+    if change != "copied":
+        assert torch.equal(checkpoint.state_dict()["w"], whole)
+
+
 def stepped(folder: Path, steps: Sequence[Sequence[int]], is_shared: bool = True) -> None:
     """Parameters of which every file has a part, and counters that the files divide among them: those of each file."""
     counters = [(rank, step) for rank, own in enumerate(steps) for step in own]

@@ -331,16 +331,23 @@ class RankFiles:
             self.damage.append(Fact.of(Kind.RANKS_OF_ANOTHER_SAVE, names=named))
         return odd
 
-    def note_repeated(self, held: Mapping[str, Any], misplaced: Container[str] = ()) -> None:
+    def note_repeated(
+        self, held: Mapping[str, Any], misplaced: Container[str] = (), processes: Mapping[str, object] | None = None
+    ) -> None:
         """Remark files whose tensors have the same checksums as another file's: one was copied over the other.
 
-        ``misplaced`` are those that cannot be at their place, if known; so are those with the name of another rank."""
+        ``misplaced`` are those that cannot be at their place, if known; so are those with the name of another rank.
+        ``processes`` are the numbers of the processes that saved the files, if these have them: files of two processes
+        are not copies, although their tensors may be equal, as experts are at the start of a training."""
         wrong = {name for name in held if name in misplaced}
         wrong |= {self.name(file) for file, saved in self._saved_as.items() if _is_of_another(file, saved)}
         seen: dict[tuple[object, ...], str] = {}
         for name, tree in held.items():
             specs = [spec for spec in tensors_in(tree) if spec.storage is not None]
-            if (sums := sums_of(specs)) and (other := seen.setdefault(sums, name)) != name and are_varied(specs):
+            if not (sums := sums_of(specs)):
+                continue
+            other = seen.setdefault(((processes or {}).get(name), *sums), name)
+            if other != name and are_varied(specs):
                 odd, twin = (other, name) if other in wrong and name not in wrong else (name, other)
                 self.remarks[Fact.of(Kind.RANK_REPEATED, odd, other=twin)] = None
                 self._misplaced.update({odd: twin} if odd in wrong else {odd: twin, twin: odd})

@@ -208,7 +208,8 @@ class _Joined:
                 del found[numbers]
                 roots.pop(numbers, None)
         odd = {names[numbers] for numbers in _misplaced({_place(n, sizes): n for n in roots}, roots, grid)}
-        self.files.note_repeated({names[numbers]: root for numbers, root in roots.items()}, odd)
+        processes = {names[numbers]: arguments_of(root).get("rank") for numbers, root in roots.items()}
+        self.files.note_repeated({names[numbers]: root for numbers, root in roots.items()}, odd, processes)
         if len(read) == math.prod(grid) == 1:
             return None
         by_place = {_place(numbers, sizes): root for numbers, root in roots.items()}

@@ -18,12 +18,13 @@ from msgspec.structs import replace
 from ckptfix.bytes.listing import list_folder
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders.chunks import gone
 from ckptfix.reading.folders.ranks import zero
-from ckptfix.reading.folders.ranks.files import RankFiles, tagged
+from ckptfix.reading.folders.ranks.files import RankFiles, sums_of, tagged
 from ckptfix.reading.folders.ranks.names import LATEST_UNIVERSAL, ZERO_MODEL
 from ckptfix.reading.folders.ranks.partition import WHOLE, joined
 from ckptfix.reading.folders.ranks.zero_masters import lost
@@ -123,11 +124,13 @@ def document(files: RankFiles) -> Document:
             {f"{PARAMETERS}/{name}/{field}.pt": [tensor] for name, field, tensor in chosen if field != _STEP}
         )
     zero.note_masters(files, root["module"], trained)
-    # Those of stage 3 have no copy to compare with. Of tied weights, the optimizer has only one.
-    alone = {
-        name for name, found in moments.items() if found and not _is_copied(root["module"].get(name), trained[name])
-    }
-    files.note_repeated({f"{PARAMETERS}/{name}/{MASTER}.pt": [trained[name]] for name in sorted(alone)})
+    # Those of stage 3 have no copy to compare with. Of tied weights, the optimizer has only one. Parameters that are
+    # equal in a right save, such as those of two equal branches, have equal moments too.
+    alone: dict[tuple[object, ...], str] = {}
+    for name, row in moments.items():
+        if row and not _is_copied(root["module"].get(name), trained[name]):
+            alone.setdefault(sums_of([trained[name], *tensors_in(list(row.values()))]) or (name,), name)
+    files.note_repeated({f"{PARAMETERS}/{name}/{MASTER}.pt": [trained[name]] for name in sorted(alone.values())})
     # Files of the optimizer: a master that cannot be read is an error.
     files.damage[:] = [
         replace(fact, kind=Kind.SHARD_UNREADABLE)

@@ -298,6 +298,21 @@ def test_experts_have_the_numbers_of_the_whole(tmp_path: Path) -> None:
         assert torch.equal(got[f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"], value)
 
 
+@pytest.mark.parametrize("has_processes", [False, True])
+def test_ranks_with_equal_experts_are_not_copies_if_they_are_of_two_processes(
+    tmp_path: Path, has_processes: bool
+) -> None:
+    state = {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight": torch.randn(FFN, HIDDEN)}
+    for rank in range(2):
+        write_rank(home := tmp_path / f"mp_rank_00_{rank:03d}", state, expert=2)
+        root = torch.load(home / "model_optim_rng.pt", weights_only=False)
+        root["args"].rank = rank if has_processes else 0
+        torch.save(root, home / "model_optim_rng.pt")
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert len(checkpoint.specs) == 2
+    assert len(checkpoint.remarked(Kind.RANK_REPEATED)) == (0 if has_processes else 1)
+
+
 EXPERTS = "decoder.layers.0.mlp.experts."
 
 
