@@ -35,7 +35,7 @@ from ckptfix.reading.weights.document import Document
 NAME = "universal"
 PARAMETERS = "zero"
 MASTER = "fp32"
-_STATES, _STATES_OF_STAGE_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+_STATES, _STATES_OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 GROUPS = "optimizer_state.pt"
 # Names in model states that may have a folder without being trained.
 _UNTRAINED = ("frozen_param_shapes", "shared_params", "buffer_names")
@@ -82,8 +82,11 @@ def document(files: RankFiles) -> Document:
     if first:  # of stage 3, in which every rank has the names, and only rank 0 the ties
         root = {**root, "shared_params": {**zero.tied(root), **(root.get("shared_params") or {})}}
         files.remarks[Fact(Kind.STATES_OF, found[first].name)] = None
-        if 0 not in found:
-            files.damage.append(Fact.of(Kind.STATES_LACKING, names=(_STATES_OF_STAGE_3,)))
+    is_spread = found[first].name != _STATES  # as in stage 3
+    said = root.get("dp_world_size") if is_spread else 1
+    world = max(max(found) + 1, said if type(said) is int else 1)
+    if is_spread and (root.get("frozen_param_shapes") or 0 not in found):
+        files.note_missing(world, found, _STATES_OF_RANK)
     shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}
     trained, moments, degree = {}, {}, root.get("mp_world_size")
     degree, known = degree if type(degree) is int else 1, (dict(files.remarks), len(files.damage))
@@ -110,7 +113,6 @@ def document(files: RankFiles) -> Document:
         raise UnreadableError(
             f"{files.folder}: the model states do not name {first_names(extra)}; put the files of one save together"
         )
-    world = max(states) + 1 if first else len(states)
     frozen = zero.frozen_parameters(root, states, world, files) if world > 1 else {}
     weights = zero.whole_module(root, trained, frozen, str(files.folder))
     optimizer = _optimizer(files, root["param_shapes"], moments)
@@ -188,7 +190,7 @@ def _without_states(files: RankFiles, are_unreadable: bool) -> Document:
     if not weights:
         raise damaged(files.folder, f"{clauses(files.damage)}; no master can be read")
     flat = tuple(name for name in weights if not isinstance(held[name], dict))
-    states = _STATES_OF_STAGE_3 if flat else _STATES
+    states = _STATES_OF_RANK.format(0) if flat else _STATES
     if not are_unreadable:
         files.damage.append(Fact.of(Kind.STATES_LACKING, names=(states,)))
     files.remarks[Fact.of(Kind.UNNAMED_LOSS, lost=f"{states}, and the shapes of the others" if flat else states)] = None

@@ -95,13 +95,16 @@ def test_flat_masters_without_model_states_get_their_shapes_from_a_target(tmp_pa
     assert [key for key in trained if bytes_of(new[key]) != bytes_of(whole.read(key))] == []
 
 
-def test_the_model_states_of_another_rank_of_stage_3_have_the_names_and_ties(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_missing_model_states_of_a_rank_of_stage_3_cost_only_frozen_weights(tmp_path: Path, rank: int) -> None:
+    """Those of any rank have the names and ties; each has a share of the frozen weights."""
     folder, _ = unpacked(STAGES[1], tmp_path)
     whole = ckptfix.open_checkpoint(folder)
-    (folder / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
-    said = (
-        r"model states zero_pp_rank_0_mp_rank_00_model_states\.pt; lacks 84 bytes of 2 tensors .* frozen\.bias are lost"
-    )
+    file = folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+    fragments = torch.load(file, weights_only=False)["frozen_param_fragments"].values()
+    file.unlink()
+    lost = sum(fragment.nbytes for fragment in fragments) - 8 * rank  # without the padding at the end of both
+    said = rf"lacks 1 rank of 2: {file.name}; lacks {lost} bytes of 2 tensors .* frozen\.bias are lost"
     with pytest.raises(UnreadableError, match=said):
         ckptfix.open_checkpoint(folder)
     got = ckptfix.open_checkpoint(folder, salvage=True)
