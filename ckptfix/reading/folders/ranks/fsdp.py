@@ -96,9 +96,24 @@ def document(files: RankFiles) -> Document | None:
     if found is None or (files.named is not None and len(found.files) > _MANY and _is_alone(files.named, found)):
         return None
     made = _RankMerge(files, found).document()
-    if made is None or not is_all or found.is_beside:
-        return made
-    return with_beside(made, _beside(files))
+    if made is None:
+        return None
+    made = made if not is_all or found.is_beside else with_beside(made, _beside(files))
+    _sort_groups(made.root)
+    return made
+
+
+def _sort_groups(root: Any) -> None:
+    """Put the names in the groups of optimizers into the order of the weights, which is that of the model's parameters:
+    plain torch goes by position, and FSDP 1 has an order of its own."""
+    parts = [part for part in root.values() if isinstance(part, dict)] if isinstance(root, dict) else []
+    for group in chain.from_iterable(groups for part in parts if isinstance(groups := part.get("param_groups"), list)):
+        names = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            continue
+        weights = next((part for part in parts if part.keys() >= {*names}), {})
+        if weights:
+            names.sort(key={name: place for place, name in enumerate(weights)}.__getitem__)
 
 
 def _is_alone(file: Path, ranks: RankSet) -> bool:

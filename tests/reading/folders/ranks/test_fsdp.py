@@ -647,3 +647,15 @@ def test_an_intact_replica_is_taken_instead_of_a_damaged_one(tmp_path: Path, ran
     assert (fact.kind, fact.place) == (Kind.SHARD_DAMAGED, f"rank_{rank}.pt")
     got = found.state_dict()
     assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth["model"].items())
+
+
+def test_plain_torch_gives_each_parameter_its_own_moments(tmp_path: Path) -> None:
+    """It goes by position, and the groups of FSDP 1 list the names in another order than the model has."""
+    saved, _ = unpacked("fsdp1_sharded_w4", tmp_path)
+    ckptfix.repair(saved, output=tmp_path / "whole.pth")
+    whole = torch.load(tmp_path / "whole.pth")
+    state = whole["optimizer"]["state"]
+    parameters = {name: torch.nn.Parameter(value) for name, value in whole["model"].items() if name in state}
+    optimizer = torch.optim.AdamW(parameters.values())
+    optimizer.load_state_dict(whole["optimizer"])
+    assert all(torch.equal(optimizer.state[one]["exp_avg"], state[name]["exp_avg"]) for name, one in parameters.items())
