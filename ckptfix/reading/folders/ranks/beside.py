@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError, one_line
 from ckptfix.reading.foreign.weightless import is_optimizer
@@ -26,7 +26,8 @@ Beside = tuple[str, Callable[[], Document | None]]
 def with_beside(document: Document, others: Iterator[Beside]) -> Document:
     """Return the document of a model with the optimizer beside it added under ``optimizer``.
 
-    Files that cannot be merged are remarked and left out."""
+    Files that cannot be merged are remarked and left out. If some are missing or damaged, the optimizer is lost, which
+    is damage."""
     for name, read in others:
         why = ""
         found: Document | None = None
@@ -34,9 +35,11 @@ def with_beside(document: Document, others: Iterator[Beside]) -> Document:
             found = read()
         except UnreadableError as error:
             why = one_line(str(error.args[0]).removeprefix(f"{document.path}: "))
-        optimizer, root = _optimizer(found.root) if found is not None else None, document.root
         if found is not None and found.damage:
-            optimizer, why = None, clauses(found.damage)
+            lost = [*found.damage, Fact(Kind.EXTRAS_LOST, OPTIMIZER)]
+            document = replace(document, damage=[*document.damage, *lost])
+            continue
+        optimizer, root = _optimizer(found.root) if found is not None else None, document.root
         if found is None or optimizer is None or not isinstance(root, dict) or OPTIMIZER in root:
             document = replace(document, remarks=[*document.remarks, Fact.of(Kind.RANK_LEFT_OUT, name, why=why)])
             continue
