@@ -67,8 +67,8 @@ def log_edits(source: str, edits: Sequence[Edit]) -> None:
 
 
 def log_doubts(report: Report) -> None:
-    """Log which of several sets of weights is loaded, and a warning for each defect of their values that is left, for
-    scripts that do not print the report."""
+    """Log which of several sets of weights is loaded, and a warning for each defect that is left of their values or of
+    the merged ranks, for scripts that do not print the report."""
     import logging
 
     from ckptfix.rules import VALUES, named
@@ -78,8 +78,10 @@ def log_doubts(report: Report) -> None:
         if finding.code == named("several-state-dicts").code:
             level = logging.INFO if finding.level is Level.NOTE else logging.WARNING
             logger.log(level, "%s: %s", report.source, finding.message)
+    of_ranks = named("shard-of-weights").code
     for finding in report.left:
-        if finding.code.startswith(tuple(VALUES)):
+        is_of_ranks = finding.code == of_ranks and finding.level is not Level.NOTE
+        if is_of_ranks or finding.code.startswith(tuple(VALUES)):
             logger.warning("%s: %s %s: %s", report.source, finding.code, finding.name, finding.message)
 
 

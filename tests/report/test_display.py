@@ -12,6 +12,8 @@ import ckptfix
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
+from ckptfix.report.display import log_doubts
+from tests.reading.folders.ranks.genuine import swap, unpacked
 from tests.report.samples import PREFIX, repaired, report
 
 
@@ -135,3 +137,15 @@ def test_the_call_that_is_shown_continues_from_the_one_before(call, added, follo
     if following is not None:
         done = eval(following, names)
         assert "nothing left to do" in str(done[1] if isinstance(done, tuple) else done)
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_ranks_that_contradict_each_other_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_swapped: bool
+) -> None:
+    saved, _ = unpacked("universal_zero2", tmp_path)
+    if is_swapped:
+        swap(*(next(saved.rglob(f"{name}/fp32.pt")) for name in ("l1.bias", "bn.bias")))
+    log_doubts(ckptfix.check(saved))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * is_swapped
+    assert all("differ from the weights that the training used" in record.getMessage() for record in caplog.records)
