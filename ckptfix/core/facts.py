@@ -326,6 +326,10 @@ class Kind(Enum):
     MOST_IN_ATTRIBUTES = ("most-in-attributes", "{unnamed:element} in attributes, and {named:element} with names")
 
 
+# Files of ranks that have the data of others, with which the merged weights are wrong.
+MIXED_RANKS = (Kind.RANK_REPEATED, Kind.RANK_RENAMED)
+
+
 class Fact(Struct, frozen=True):
     """An observation about a file: its kind, its place (a key, a file, a place in the container; ``.`` is the whole),
     and the numbers and names that the words of its kind use.
@@ -353,10 +357,6 @@ def clause(fact: Fact) -> str:
     'is cut short: the zip archive has no directory at its end, it has 12 bytes'"""
     words = fact.kind.words
     return _Template().format(words, place=fact.place, **fact.data) if isinstance(words, str) else words(fact)
-
-
-# Files of ranks that have the data of others, with which the merged weights are wrong.
-MIXED_RANKS = (Kind.RANK_REPEATED, Kind.RANK_RENAMED)
 
 
 def clauses(facts: Iterable[Fact]) -> str:

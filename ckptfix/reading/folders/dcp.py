@@ -12,7 +12,7 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html"""
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,8 @@ _DEPTH_LIMIT = 100
 _START, _END, _END_SIZE = b"PK\3\4", b"PK\5\6", 22  # of an archive that torch writes, which has no comment
 _STEP, _FEWEST_STEPS = "step", 3  # the number of step counters that a file needs to be compared with others
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
+_COMPARED = 8  # files with the same values as another one with which that is compared
+_MOST_COMPARED = 1 << 22  # chunks that may be examined for it, which takes seconds
 
 
 def looks_like(folder: Path) -> bool:
@@ -243,6 +245,7 @@ class _FolderReading:
         # Files with the chunks of another one, which is named if it is known. They are not read.
         self.misplaced: Mapping[str, str] = {}
         self.faulty: set[str] = set()  # files with chunks that cannot be read
+        self.compared = 0  # chunks of tensors that repeat in several files
         self.unlike: set[str] = set()  # files with chunks of other shapes or dtypes than the metadata says
         # The chunks that were saved once, by file: offset, name of the tensor if it has several chunks, spec.
         self.chunks: dict[str, list[tuple[int, str, TensorSpec]]] = {}
@@ -350,6 +353,7 @@ class _FolderReading:
 
         A model and its average may be equal, each in its own file, but chunks of one tensor are not. A file of which a
         chunk cannot be read is not compared: the others may be norms that are equal in many files."""
+        held = {(file, place): part for file, own in self.chunks.items() for place, _, part in own}
         seen: dict[tuple[object, ...], list[str]] = {}
         for file, chunks in self.chunks.items():
             parts = [part for _, _, part in sorted(chunks, key=itemgetter(0))]
@@ -360,36 +364,45 @@ class _FolderReading:
             shared = {name for other in others for _, name, _ in self.chunks[other]} & {name for _, name, _ in chunks}
             shared.discard("")
             is_varied = bool(shared) and are_varied([part for _, name, part in chunks if name in shared])
-            if is_varied and not any(self._is_repetition(shared, other, file) for other in others):
+            if is_varied and not any(self._is_repetition(shared, (other, file), held) for other in others[-_COMPARED:]):
                 self.remarks[Fact.of(Kind.RANK_REPEATED, file, other=others[0])] = None
             others.append(file)
 
-    def _is_repetition(self, names: Collection[str], one: str, other: str) -> bool:
+    def _is_repetition(
+        self, names: Collection[str], files: tuple[str, str], held: Mapping[tuple[str, int], TensorSpec]
+    ) -> bool:
         """Return whether the tensors themselves repeat what two files have, as in models whose layers or experts start
         as copies of others: then the parts of these layers in other files are equal too."""
-        held = {(name, file, place): part for file, own in self.chunks.items() for place, name, part in own}
         are_compared = False
         for name in names:
-            boxes = {box: (name, at.file, at.offset) for box, at in self.metadata.items[name].chunks if at is not None}
-            own: dict[str, list[tuple[int, Box]]] = {one: [], other: []}
-            for box, (_, file, place) in boxes.items():
-                if file in own:
-                    own[file].append((place, box))
-            first, second = (sorted(found) for found in own.values())
+            self.compared += len(self.metadata.items[name].chunks)
+            if self.compared > _MOST_COMPARED:
+                return False
+            places = {box: (at.file, at.offset) for box, at in self.metadata.items[name].chunks if at is not None}
+            first, second = (
+                [box for box, (found, _) in sorted(places.items(), key=lambda each: each[1]) if found == file]
+                for file in files
+            )
             if len(first) != len(second):
                 return False
-            for (_, box), (_, twin) in zip(first, second, strict=True):
-                # The pairs of chunks that differ in their place as these do, and have their place along those axes.
-                for beside, at in boxes.items():
-                    pair = [*zip(beside, box, twin, strict=True)]
-                    if beside == box or any(before != after and here != before for here, before, after in pair):
-                        continue
-                    to = boxes.get(tuple(after if before != after else here for here, before, after in pair))
-                    if to is None or at not in held or to not in held:
-                        continue
-                    if sums_of([held[at]]) != sums_of([held[to]]):
-                        return False
-                    are_compared = True
+            # By axis, the range in the first file and that in the second, or None if it is the same.
+            moves = {
+                tuple(None if one == other else (one, other) for one, other in zip(*pair, strict=True))
+                for pair in zip(first, second, strict=True)
+            }
+            self.compared += len(moves) * len(places)
+            if self.compared > _MOST_COMPARED:
+                return False
+            for move, (box, at) in product(moves, places.items()):
+                if any(step is not None and step[0] != span for step, span in zip(move, box, strict=True)):
+                    continue
+                moved = tuple(span if step is None else step[1] for step, span in zip(move, box, strict=True))
+                to = places.get(moved)
+                if to is None or at not in held or to not in held or {at[0], to[0]} <= {*files}:
+                    continue
+                if sums_of([held[at]]) != sums_of([held[to]]):
+                    return False
+                are_compared = True
         return are_compared
 
     def _found_misplaced(self) -> dict[str, str]:

@@ -64,14 +64,17 @@ def saved(tmp_path: Path) -> Path:
 Part = tuple[tuple[int, ...], Tensor] | None
 
 
-def write_chunks(folder: Path, tensors: dict[str, tuple[Tensor, Sequence[Part]]], **rest: Any) -> Metadata:
-    """Write tensors in chunks ``(offsets, part)``, each chunk into a file of its own as if a rank had written it."""
+def write_chunks(
+    folder: Path, tensors: dict[str, tuple[Tensor, Sequence[Part]]], world: int = 99, **rest: Any
+) -> Metadata:
+    """Write tensors in chunks ``(offsets, part)``, each chunk into a file of its own as if a rank had written it; if
+    there are more than ``world`` chunks, the first rank goes on with the next one."""
     folder.mkdir(exist_ok=True)
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for name, (whole, parts) in tensors.items():
         chunks = []
-        for rank, (offsets, part) in ((rank, part) for rank, part in enumerate(parts) if part is not None):
+        for rank, (offsets, part) in ((at % world, part) for at, part in enumerate(parts) if part is not None):
             with (folder / f"__{rank}_0.distcp").open("ab") as file:
                 start = file.tell()
                 torch.save(part, file)
@@ -259,6 +262,16 @@ def test_layers_that_are_equal_are_not_called_copies(tmp_path: Path, change: str
     assert repeated == ([("__2_0.distcp", "__0_0.distcp")] if change == "copied" else [])
     if change != "copied":
         assert torch.equal(checkpoint.state_dict()["w"], whole)
+
+
+def test_several_parts_in_a_copied_file_are_not_taken_for_a_repetition(tmp_path: Path) -> None:
+    """Each file has both halves of a layer, as of a gated one."""
+    layers = torch.randn(2, 4, 5)
+    parts = [((at, row, 0), layers[at : at + 1, row : row + 2].clone()) for row in (0, 2) for at in (0, 1)]
+    write_chunks(tmp_path, {"w": (layers, parts)}, world=2)
+    assert torch.equal(ckptfix.open_checkpoint(tmp_path).state_dict()["w"], layers)
+    copyfile(tmp_path / "__0_0.distcp", tmp_path / "__1_0.distcp")
+    assert len(ckptfix.open_checkpoint(tmp_path).remarked(Kind.RANK_REPEATED)) == 1
 
 
 def stepped(folder: Path, steps: Sequence[Sequence[int]], is_shared: bool = True) -> None:
