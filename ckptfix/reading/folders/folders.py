@@ -139,6 +139,7 @@ def read_folder(path: str, salvage: bool) -> Document:
         for form in FOLDER_FORMATS:
             if form.looks_like(folder):
                 document: Document = _read_dcp(folder, salvage) if form is dcp else form.read_folder(folder)
+                beside.sort_groups(document.root)
                 return document
         for framework in FRAMEWORKS:
             place = framework.find(folder)
@@ -147,6 +148,7 @@ def read_folder(path: str, salvage: bool) -> Document:
             if place is not None and (merged := _merged(framework, RankFiles(place, salvage))) is not None:
                 return merged
         if (items := _read_items(folder, salvage)) is not None:
+            beside.sort_groups(items.root)
             return items
         if (only := only_checkpoint(folder)) is not None:
             if only.is_dir():

@@ -274,6 +274,16 @@ def test_several_parts_in_a_copied_file_are_not_taken_for_a_repetition(tmp_path:
     assert len(ckptfix.open_checkpoint(tmp_path).remarked(Kind.RANK_REPEATED)) == 1
 
 
+def test_names_in_groups_have_the_order_of_the_weights(tmp_path: Path) -> None:
+    """Plain torch goes by position, and FSDP 1 (``use_orig_params=False``) saves its own order."""
+    groups = [{"lr": 0.1, "params": ["c", "a"]}, {"lr": 0.2, "params": ["b"]}, {"lr": 0.3, "params": [5, 4]}]
+    state = {name: {"exp_avg": torch.ones(1)} for name in "cab"}
+    model = {name: torch.ones(1) for name in "abc"}
+    save({"model": model, "optim": {"state": state, "param_groups": groups}}, checkpoint_id=tmp_path, no_dist=True)
+    root: Any = ckptfix.open_checkpoint(tmp_path).root
+    assert [group["params"] for group in root["optim"]["param_groups"]] == [["a", "c"], ["b"], [5, 4]]
+
+
 def stepped(folder: Path, steps: Sequence[Sequence[int]], is_shared: bool = True) -> None:
     """Parameters of which every file has a part, and counters that the files divide among them: those of each file."""
     counters = [(rank, step) for rank, own in enumerate(steps) for step in own]

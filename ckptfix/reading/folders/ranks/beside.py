@@ -7,6 +7,7 @@ are not merged."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from msgspec.structs import replace
@@ -53,6 +54,22 @@ def with_beside(document: Document, others: Iterator[Beside]) -> Document:
         )
         document = _shaped(document, optimizer["state"])
     return document
+
+
+def sort_groups(root: Any) -> None:
+    """Put the names in the groups of optimizers into the order of the weights, which is that of the model's parameters:
+    plain torch goes by position, and FSDP 1 has an order of its own."""
+    members = root.values() if isinstance(root, dict) else ()
+    # Lightning has its optimizers in a list.
+    parts = [part for member in members for part in (member if isinstance(member, list) else [member])]
+    parts = [part for part in parts if isinstance(part, dict)]
+    for group in chain.from_iterable(groups for part in parts if isinstance(groups := part.get("param_groups"), list)):
+        names = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            continue
+        weights = next((part for part in parts if part.keys() >= {*names}), {})
+        if weights:
+            names.sort(key={name: place for place, name in enumerate(weights)}.__getitem__)
 
 
 def _optimizer(root: Any) -> dict[str, Any] | None:

@@ -39,7 +39,7 @@ from ckptfix.reading.folders.chunks import (
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRank, AlikeRanks, RankLeaves
-from ckptfix.reading.folders.ranks.beside import OPTIMIZER, Beside, with_beside
+from ckptfix.reading.folders.ranks.beside import OPTIMIZER, Beside, sort_groups, with_beside
 from ckptfix.reading.folders.ranks.divided import Divided, divided
 from ckptfix.reading.folders.ranks.files import COUNTERS, MALFORMED, RankFiles, add_rank, note_copies
 from ckptfix.reading.folders.ranks.rank_sets import (
@@ -99,21 +99,8 @@ def document(files: RankFiles) -> Document | None:
     if made is None:
         return None
     made = made if not is_all or found.is_beside else with_beside(made, _beside(files))
-    _sort_groups(made.root)
+    sort_groups(made.root)
     return made
-
-
-def _sort_groups(root: Any) -> None:
-    """Put the names in the groups of optimizers into the order of the weights, which is that of the model's parameters:
-    plain torch goes by position, and FSDP 1 has an order of its own."""
-    parts = [part for part in root.values() if isinstance(part, dict)] if isinstance(root, dict) else []
-    for group in chain.from_iterable(groups for part in parts if isinstance(groups := part.get("param_groups"), list)):
-        names = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            continue
-        weights = next((part for part in parts if part.keys() >= {*names}), {})
-        if weights:
-            names.sort(key={name: place for place, name in enumerate(weights)}.__getitem__)
 
 
 def _is_alone(file: Path, ranks: RankSet) -> bool:
