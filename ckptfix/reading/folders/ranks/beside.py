@@ -67,7 +67,7 @@ def sort_groups(root: Any) -> None:
         names = group.get("params") if isinstance(group, dict) else None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             continue
-        weights = next((part for part in parts if part.keys() >= {*names}), {})
+        weights: Mapping[Any, Any] = next((part for part in parts if part.keys() >= {*names}), {})
         if weights:
             names.sort(key={name: place for place, name in enumerate(weights)}.__getitem__)
 
