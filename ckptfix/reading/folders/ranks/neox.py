@@ -25,7 +25,7 @@ from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import gone
-from ckptfix.reading.folders.ranks import megatron
+from ckptfix.reading.folders.ranks import megatron_layers
 from ckptfix.reading.folders.ranks.files import note_copies
 from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitOf, rules, stacked
 from ckptfix.reading.tensors import bytes_of, torch_dtype
@@ -46,13 +46,13 @@ RULES = (
         "1 mlp.linear2.weight mlp.w2.weight mlp.fc2_weight attention.proj.weight",
         "- mlp.linear2.bias mlp.fc2_bias attention.proj.bias \\w*norm.scale attention.masked_bias",
     ),
-    *megatron.RULES,
+    *megatron_layers.RULES,
 )
 
 
 def splits_of(state: Mapping[str, Any]) -> SplitOf:
     """Return the function that tells how each tensor is split, from the state_dict of the first rank."""
-    return partial(_split, megatron.splits_of(state, RULES), state)
+    return partial(_split, megatron_layers.splits_of(state, RULES), state)
 
 
 def _split(by_name: SplitOf, state: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) -> Split | None:

@@ -28,7 +28,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders.chunks import gone
-from ckptfix.reading.folders.ranks import megatron, zero, zero_splits
+from ckptfix.reading.folders.ranks import megatron_layers, zero, zero_splits
 from ckptfix.reading.folders.ranks.files import LISTED, RankFiles, by_rank, note_copies, tagged
 from ckptfix.reading.folders.ranks.names import LATEST, PIPELINE_LAYER, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox, splits_of
@@ -99,7 +99,7 @@ def document(files: RankFiles) -> Document:
         producer = f"{release}, pipeline, {counted(len(layers), 'layer')}" if release else producer
     files.lacking.update({name: nbytes for name, nbytes in lost.items() if is_torn(weights[name])})
     producer += f", TP {tensor}" if tensor > 1 else ""
-    note_copies(files.remarks, joining.differing, megatron.may_drift(root))
+    note_copies(files.remarks, joining.differing, megatron_layers.may_drift(root))
     files.note_renamed()
     has_optimizer = bool(by_rank(folder, ZERO_OPTIM) or root.get("optimizer"))
     merged = zero.container(files, {**root, "module": None}, weights, optimizer, has_optimizer)

@@ -22,7 +22,7 @@ from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import merge_parts
 from ckptfix.reading.folders.ranks import mixers
 from ckptfix.reading.folders.ranks.files import MOST_RANKS
-from ckptfix.reading.folders.ranks.megatron import INTERLEAVED, arguments_of, whole_arguments
+from ckptfix.reading.folders.ranks.megatron_layers import INTERLEAVED, arguments_of, whole_arguments
 
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 # Moments and masters by name, and the empty extra states of layers in a folder of torch_dist.

@@ -35,7 +35,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import CkptfixError, UnreadableError, one_line
 from ckptfix.reading.folders.chunks import Flat, Spread
 from ckptfix.reading.folders.rank_shards import LIGHTNING_RELEASE
-from ckptfix.reading.folders.ranks import megatron
+from ckptfix.reading.folders.ranks import megatron_layers
 from ckptfix.reading.folders.ranks.files import (
     MOST_ABSENT,
     MOST_RANKS,
@@ -197,7 +197,7 @@ def document(files: RankFiles) -> Document:
     files.remarks.pop(Fact(Kind.ATTRIBUTE_OF_TENSOR, _NUMBER_OF_PARAMETER), None)
     files.note_renamed()
     note_masters(files, whole, trained if _has_optim(files) else {})
-    note_copies(files.remarks, joining.differing, megatron.may_drift(root))
+    note_copies(files.remarks, joining.differing, megatron_layers.may_drift(root))
     made_by = masters.release if masters else f"DeepSpeed {root.get('ds_version', '')}".strip()
     world = f", {counted(masters.world, 'rank')}" if masters else ""
     producer = made_by + world + (f", TP {len(roots)}" if len(roots) > 1 else "")
@@ -333,7 +333,7 @@ def _container(
         has_optimizer = False
     merged = container(files, root, weights, optimizer, has_optimizer)
     if "args" in merged:
-        merged["args"] = megatron.whole_arguments(merged["args"])
+        merged["args"] = megatron_layers.whole_arguments(merged["args"])
     return _of_lightning(merged) if LIGHTNING_RELEASE in merged else merged
 
 
