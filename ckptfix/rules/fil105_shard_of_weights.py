@@ -17,8 +17,9 @@ For a folder of merged ranks, notes say that the weights are fp32 masters, which
 computed from several ranks (biases that GPT-NeoX sums, norms that differ), and what was left out. Warnings name:
 
 - fp32 masters that, rounded to the training's dtype, differ from its weights;
-- files of two ranks with the same values, and files named after another rank: `repair` then writes nothing, because the
-  merged weights would be wrong. With `--salvage`, these ranks count as missing if it is certain which they are;
+- files of two ranks with the same values, and files named after another rank: `repair` then writes nothing and `load`
+  raises, because the merged weights would be wrong. With `--salvage`, these ranks count as missing if it is certain
+  which they are;
 - ranks from another run, whose settings, norms or biases differ from those of most ranks;
 - parameters of nanotron that only one layer lacks, although it has nothing that the others do not have.
 
